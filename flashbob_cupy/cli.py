@@ -1,0 +1,330 @@
+"""The `flashbob` command: doctor, check, bench, kernels, cache.
+
+Results go to stdout (with --json as one document), progress and messages to stderr. Exit codes: 0 passed, 1 a check
+failed, 2 usage, 3 no usable GPU where one was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from flashbob_cupy import __version__
+from flashbob_cupy.plan import SHARED_LIMITS
+
+if TYPE_CHECKING:
+    from flashbob_cupy.check import Result
+
+FAILED, USAGE, NO_GPU = 1, 2, 3
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Write one JSON document to stdout.")
+
+
+def message(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def stop(text: str, code: int) -> NoReturn:
+    message(f"Error: {text}")
+    raise SystemExit(code)
+
+
+def write_json(document: dict[str, Any]) -> None:
+    click.echo(json.dumps(document, indent=1))
+
+
+def write_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Columns as wide as their widest entry: the first to the left, numbers to the right."""
+    table = [list(head), *map(list, rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
+    numeric = [all(_is_number(row[column]) for row in table[1:]) for column in range(len(head))]
+    for row in table:
+        cells = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        )
+        click.echo("  ".join(cells).rstrip())
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return text in ("", "-")
+    return True
+
+
+def gpu_or_stop() -> None:
+    from flashbob_cupy import doctor
+
+    if doctor.usable_gpu() is None:
+        report = doctor.examine()
+        stop(f"no usable GPU. {report.verdict} {report.fix}".rstrip(), NO_GPU)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="flashbob")
+def main() -> None:
+    """Exact attention, its gradient and its double backward: check, measure and inspect."""
+
+
+@main.command()
+@json_option
+def doctor(as_json: bool) -> None:
+    """Report what this machine offers, with a verdict and its fix.
+
+    Exits with 1 if something that is installed does not work.
+    """
+    from flashbob_cupy import doctor as environment
+
+    report = environment.examine()
+    if as_json:
+        write_json(asdict(report))
+    else:
+        write_table(("what", "state", "found"), ((p.name, p.status, p.value) for p in report.probes))
+        click.echo(f"\n{report.verdict}")
+        if report.fix:
+            click.echo(f"Fix: {report.fix}")
+    if not report.healthy:
+        raise SystemExit(FAILED)
+
+
+def _bound(text: str) -> int | None:
+    if text.lower() in ("none", "inf"):
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is neither a number of keys nor 'none'") from None
+
+
+@main.command()
+@click.option(
+    "--input",
+    "path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Check the tensors of a .npz or .safetensors file instead of the grid.",
+)
+@click.option(
+    "--causal/--no-causal", default=None, help="Mask of the file; the default is what the file records, or no."
+)
+@click.option("--scale", type=float, help="Softmax scale of the file; the default is what it records, or 1/sqrt(D).")
+@click.option(
+    "--window",
+    nargs=2,
+    metavar="LEFT RIGHT",
+    help="Keys visible to each side of the diagonal in the file; 'none' is unbounded.",
+)
+@click.option("--layout", type=click.Choice(["bhnd", "bnhd"]), help="Axis order of the file's arrays.")
+@click.option(
+    "--device",
+    type=click.Choice(["all", "cpu", "cuda"]),
+    default="all",
+    show_default=True,
+    help="Where to compute; 'all' is the CPU, and the GPU if there is one.",
+)
+@json_option
+def check(
+    path: Path | None,
+    causal: bool | None,
+    scale: float | None,
+    window: tuple[str, str] | None,
+    layout: str | None,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Check results against float64, on every engine present.
+
+    Without --input, a grid of problems is checked. With it, the file's tensors q, k, v, do, uq, uk, uv are: the
+    library's results on them, and the file's own o, lse, dq, dk, dv, gq, gk, gv, gdo where it holds them. An error
+    is relative, in the L2 norm; its budget is twice that of the same formulae in plain array code, and one rounding.
+    """
+    from flashbob_cupy import check as checks
+
+    options = {
+        "causal": causal,
+        "scale": scale,
+        "window": None if window is None else (_bound(window[0]), _bound(window[1])),
+        "layout": layout,
+    }
+    if path is None and any(value is not None for value in options.values()):
+        raise click.UsageError("--causal, --scale, --window and --layout describe a file: give --input FILE")
+    if device == "cuda":
+        gpu_or_stop()
+    engines = checks.engines(device)
+    try:
+        if path is not None:
+            file = checks.read_file(path, **options)
+            if file.ignored:
+                message(f"Not judged: {', '.join(file.ignored)}")
+            subject = file.describe()
+            results = list(checks.run_file(file, engines))
+        else:
+            cases = checks.grid()
+            subject = f"{len(cases)} problems"
+            results = _run_grid(cases, engines)
+    except (checks.InputError, ValueError, TypeError) as error:
+        stop(str(error), USAGE)
+    failures = [result for result in results if not result.ok]
+    if as_json:
+        document = {"version": __version__, "subject": subject, "passed": not failures}
+        write_json(document | {"results": [asdict(result) for result in results]})
+    else:
+        click.echo(subject)
+        _write_results(results if path else _worst(results))
+        for result in failures if path is None else ():
+            message(
+                f"{result.source}, {result.output}: error {result.error:.2e} > {result.budget:.2e}: {result.problem}"
+            )
+        click.echo(f"{len(results) - len(failures)} of {len(results)} results within budget")
+    if failures:
+        raise SystemExit(FAILED)
+
+
+def _run_grid(cases: Sequence[Any], engines: Sequence[Any]) -> list[Result]:
+    from flashbob_cupy import check as checks
+
+    stderr = click.get_text_stream("stderr")
+    results: list[Result] = []
+    # A bar that is hidden still prints its label.
+    with click.progressbar(length=len(cases), label="checking", file=stderr, hidden=not stderr.isatty()) as bar:
+        for number, case in enumerate(cases):
+            results += checks.run_case(case, number, engines)
+            bar.update(1)
+    return results
+
+
+def _worst(results: Iterable[Result]) -> list[Result]:
+    """The result nearest to its budget, or furthest over it, for each source and output."""
+    worst: dict[tuple[str, str], Result] = {}
+    for result in results:
+        key = (result.source, result.output)
+        # A NaN ratio compares false with everything: it must win.
+        if key not in worst or not result.ratio <= worst[key].ratio:
+            worst[key] = result
+    return list(worst.values())
+
+
+def _write_results(results: Iterable[Result]) -> None:
+    rows = (
+        (r.source, r.op, r.output, f"{r.error:.2e}", f"{r.budget:.2e}", f"{r.ratio:.2f}", "ok" if r.ok else "FAILED")
+        for r in results
+    )
+    write_table(("computed by", "op", "output", "error", "budget", "ratio", ""), rows)
+
+
+@main.command()
+@click.option("--op", "ops", type=click.Choice(["forward", "backward", "bob", "jvp", "step"]), multiple=True)
+@click.option("--length", "-n", "lengths", type=click.IntRange(1), multiple=True, help="Rows of q, k and v.")
+@click.option("--dim", "-d", type=click.IntRange(1), default=64, show_default=True, help="Head dimension.")
+@click.option("--heads", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(["float16", "bfloat16", "float32", "float64"]), help="Default: what the device is for."
+)
+@click.option("--causal/--no-causal", default=True, show_default=True)
+@click.option("--deterministic", is_flag=True)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: the GPU if there is one.")
+@json_option
+def bench(
+    ops: tuple[str, ...],
+    lengths: tuple[int, ...],
+    dim: int,
+    heads: int,
+    batch: int,
+    dtype: str | None,
+    causal: bool,
+    deterministic: bool,
+    device: str | None,
+    as_json: bool,
+) -> None:
+    """Measure speed and memory, beside the implementations of PyTorch where it is installed.
+
+    'step' is forward, backward and double backward through PyTorch's autograd. Peak memory is what a call takes
+    beyond its inputs. TFLOP/s counts the matrix products that a call executes.
+    """
+    from flashbob_cupy import bench as benchmark
+    from flashbob_cupy import doctor as environment
+
+    if device == "cuda":
+        gpu_or_stop()
+    if device is None:
+        device = "cpu" if environment.usable_gpu() is None else "cuda"
+    dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
+    records = []
+    for length in lengths or ((1024, 4096) if device == "cuda" else (512, 1024)):
+        for op in ops or ("forward", "backward", "bob", "jvp"):
+            case = benchmark.Case(op, batch, heads, heads, length, length, dim, dim, dtype, causal, deterministic)
+            own = benchmark.families(case)[:1] if device == "cuda" else ["blocked"]
+            for impl in [*own, *benchmark.peers(case, device)]:
+                try:
+                    records.append(benchmark.measure(case, impl, device))
+                except (RuntimeError, NotImplementedError, MemoryError, ImportError) as error:
+                    message(f"{impl} {op} N={length}: {(str(error) or type(error).__name__).splitlines()[0]}")
+    if as_json:
+        write_json({"version": __version__, "device": device, "measurements": records})
+        return
+    click.echo(f"{device}, B={batch} H={heads} D={dim} {dtype}, {'causal' if causal else 'not causal'}")
+    fields = ("op", "impl", "N", "ms", "tflops", "host_us", "peak_mib")
+    write_table(fields, ([("-" if r[f] is None else str(r[f])) for f in fields] for r in records))
+
+
+@main.group()
+def kernels() -> None:
+    """List the CUDA kernels, and compile them ahead of time; no GPU is needed."""
+
+
+arch_option = click.option(
+    "--arch",
+    "archs",
+    type=click.Choice(list(SHARED_LIMITS)),
+    multiple=True,
+    help="An architecture; may be repeated. The default is all of them.",
+)
+
+
+@kernels.command("list")
+@arch_option
+@json_option
+def list_kernels(archs: tuple[str, ...], as_json: bool) -> None:
+    """List the kernel specialisations that the library may ask for."""
+    from flashbob_cupy import kernels as library
+
+    rows = [
+        {"arch": arch, "name": spec.name, "describe": spec.describe}
+        for arch in archs or SHARED_LIMITS
+        for spec in library.specialisations(arch)
+    ]
+    if as_json:
+        write_json({"version": __version__, "kernels": rows})
+    else:
+        write_table(("arch", "name", "what"), ((row["arch"], row["name"], row["describe"]) for row in rows))
+
+
+@kernels.command("compile")
+@arch_option
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes to compile in.")
+@json_option
+def compile_kernels(archs: tuple[str, ...], jobs: int, as_json: bool) -> None:
+    """Compile every specialisation into the disk cache; show registers, spills and shared memory.
+
+    Exits with 1 if a kernel does not compile or spills registers.
+    """
+
+
+@main.group()
+def cache() -> None:
+    """Show or clear the disk cache of compiled kernels."""
+
+
+@cache.command("path")
+def cache_path() -> None:
+    """Print the folder of the cache."""
+    from flashbob_cupy import kernels as library
+
+    click.echo(library.cache_dir())
