@@ -1,0 +1,211 @@
+// What the Hopper kernels share: tiles in shared memory as TMA writes and wgmma reads them, the products on them, the
+// pipeline, and the order of the grid.
+//
+// A tile of R rows and C columns is stored in panels of 64 columns, [panel][row][128 bytes], chunk c (8 columns, 16
+// bytes) of row r at chunk c ^ (r & 7): the 128-byte swizzle of TMA and wgmma. One copy serves both roles of an
+// operand: summed over its columns (K-major) and summed over its rows (MN-major).
+//
+// A CTA is WARPGROUPS math warpgroups of 64 result rows each, then one warpgroup whose first thread feeds the pipeline
+// (its registers go to the others).
+//
+// Tensor maps are based at the first row that is ever read (first_query or first_key) and end at the last: a tile that
+// sticks out is filled with zeros, and rows that must not be read cannot be. A coordinate is therefore `row - first`,
+// which may be negative. Heads and batches are those of the array.
+#pragma once
+#include "hopper.cuh"
+#include "../mask.cuh"
+
+static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM >= 16 && HEAD_DIM <= 128,
+              "HEAD_DIM is D rounded up to a multiple of 16, at most 128");
+static_assert(VALUE_DIM % 16 == 0 && VALUE_DIM >= 16 && VALUE_DIM <= 128,
+              "VALUE_DIM is Dv rounded up to a multiple of 16, at most 128");
+
+DEVICE constexpr int panels(int columns) {
+    return (columns + 63) / 64;
+}
+DEVICE constexpr u32 tile_bytes(int rows, int columns) {
+    return panels(columns) * rows * 128;
+}
+DEVICE constexpr u32 round_up(u32 n, u32 unit) {
+    return (n + unit - 1) / unit * unit;
+}
+
+// ---- threads -------------------------------------------------------------------------------------------------------
+DEVICE int lane_id() {
+    return threadIdx.x % 32;
+}
+DEVICE int warp_id() {
+    return threadIdx.x / 32 % 4;
+} // within the warpgroup
+DEVICE int warpgroup_id() {
+    return uniform(threadIdx.x / 128);
+} // descriptors are computed from it: better once a warp than once a thread
+// Sum over the four lanes that hold one row of an accumulator.
+DEVICE float row_sum(float x) {
+    x += shuffle_xor(x, 1);
+    return x + shuffle_xor(x, 2);
+}
+
+// ---- pipeline ------------------------------------------------------------------------------------------------------
+// A ring of stages with a `full` and an `empty` barrier each, eight bytes apart. The reader's first phase is 0; the
+// writer starts a phase ahead: all is empty.
+template <int STAGES>
+struct Ring {
+    u32 full, empty, stage = 0, phase = 0;
+    DEVICE explicit Ring(u32 barriers) : full(barriers), empty(barriers + 8 * STAGES) {}
+    static constexpr u32 BYTES = 16 * STAGES;
+    DEVICE void init(u32 readers) const {
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(full + 8 * s, 1);
+            barrier_init(empty + 8 * s, readers);
+        }
+    }
+    DEVICE void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+    // The writer's side: wait until the stage is free, announce its bytes, and give the barrier to load onto.
+    DEVICE u32 fill(u32 bytes) const {
+        barrier_wait(empty + 8 * stage, phase ^ 1);
+        barrier_expect(full + 8 * stage, bytes);
+        return full + 8 * stage;
+    }
+    // The reader's side; release is called by every warp once its reads are complete.
+    DEVICE void wait() const { barrier_wait(full + 8 * stage, phase); }
+    DEVICE void release() const {
+        if (lane_id() == 0)
+            barrier_arrive(empty + 8 * stage);
+    }
+};
+
+// Load ROWS rows from `row` on (a coordinate of the map); credits tile_bytes(ROWS, COLUMNS) to the barrier.
+template <int ROWS, int COLUMNS>
+DEVICE void load_tile(u32 to, const TensorMap& map, u32 bar, int row, int head, int batch) {
+#pragma unroll
+    for (int p = 0; p < panels(COLUMNS); p++)
+        load_tensor(to + p * ROWS * 128, map, bar, 64 * p, row, head, batch);
+}
+
+// ---- operands ------------------------------------------------------------------------------------------------------
+// Byte offset of chunk c of row r in a panel.
+DEVICE u32 swizzled(u32 row, u32 chunk) {
+    return row * 128 + ((chunk ^ (row & 7)) << 4);
+}
+
+// A wgmma descriptor: start, leading and stride offsets in units of 16 bytes, 128-byte swizzle.
+DEVICE u64 descriptor(u32 start, u32 leading, u32 stride) {
+    return u64((start & 0x3ffff) >> 4) | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 | 1ull << 62;
+}
+// Summed over columns 16·step … +15 of a tile of ROWS rows (K-major); the operand's rows are those from `tile` on.
+template <int ROWS>
+DEVICE u64 by_columns(u32 tile, int step) {
+    return descriptor(tile + step / 4 * ROWS * 128 + step % 4 * 32, 16, 1024);
+}
+// Summed over rows 16·step … +15 of a tile of ROWS rows (MN-major); the operand's rows are the tile's columns.
+template <int ROWS>
+DEVICE u64 by_rows(u32 tile, int step) {
+    return descriptor(tile + step * 2048, ROWS * 128, 1024);
+}
+
+// s (64 x N) = A Bᵀ, or += when `onto`: both summed over COLUMNS columns. A: 64 rows of a tile of A_ROWS rows, B: a
+// tile of N rows.
+template <int COLUMNS, int A_ROWS, int N>
+DEVICE void score_into(float (&s)[N], u32 a, u32 b, bool onto) {
+#pragma unroll
+    for (int k = 0; k < COLUMNS / 16; k++)
+        wgmma<2 * N, 0, 0>(s, by_columns<A_ROWS>(a, k), by_columns<2 * N>(b, k), onto || k > 0);
+}
+// acc (64 x C) += P B, summed over the 16·T rows of B.
+template <int T, int N>
+DEVICE void gather(float (&acc)[N], const u32 (&p)[T][4], u32 b) {
+#pragma unroll
+    for (int t = 0; t < T; t++)
+        wgmma<2 * N, 1>(acc, p[t], by_rows<16 * T>(b, t), true);
+}
+// The accumulator of a score, rounded, is the A fragment of the next product as it stands.
+template <int N>
+DEVICE void to_fragments(u32 (&a)[N / 8][4], const float (&s)[N]) {
+#pragma unroll
+    for (int t = 0; t < N / 8; t++)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            a[t][j] = pack(s[8 * t + 2 * j], s[8 * t + 2 * j + 1]);
+}
+// Store the fragments of 64 rows x 16·T columns transposed, as 16·T rows of 64 columns: one panel.
+template <int T>
+DEVICE void store_transposed(u32 panel, const u32 (&a)[T][4]) {
+    int lane = lane_id();
+#pragma unroll
+    for (int t = 0; t < T;
+         t++) // matrices 0 and 1 are rows 0-7 and 8-15 of columns 0-7, matrices 2 and 3 of columns 8-15
+        store_matrices_transposed(panel +
+                                      swizzled(16 * t + (lane & 7) + (lane >> 4) * 8, 2 * warp_id() + (lane >> 3 & 1)),
+                                  a[t][0], a[t][1], a[t][2], a[t][3]);
+}
+
+template <int N>
+DEVICE void clear(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        x[i] = 0.f;
+}
+
+// ---- results -------------------------------------------------------------------------------------------------------
+// Write factor · acc, rounded: this thread's rows are `row` and row + 8, those from `rows` on and columns from
+// `columns` on are dropped.
+template <int N>
+DEVICE void store_rows(const View& view, int batch, int head, int row, int rows, int columns, const float (&acc)[N],
+                       float factor) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        if (row + 8 * h >= rows)
+            continue;
+        u16* out = at<u16>(view, batch, head, row + 8 * h) + 2 * (lane_id() % 4);
+#pragma unroll
+        for (int b = 0; b < N / 4; b++)
+            if (8 * b < columns)
+                *reinterpret_cast<u32*>(out + 8 * b) =
+                    pack(factor * acc[4 * b + 2 * h], factor * acc[4 * b + 2 * h + 1]);
+    }
+}
+
+// The statistics of queries 2i and 2i + 1 lie together, {L, L', α, α', D, D', ε, ε'}: a thread of the column pass holds
+// neighbouring queries and needs L, then α, then the rest, so that each is one load. L is in units of log2 and +inf
+// where P is 0.
+constexpr int STATISTICS_BYTES = 16; // a query
+DEVICE void store_statistics(float* statistics, int query, float l, float d, float alpha, float epsilon) {
+    float* out = statistics + query / 2 * 8 + query % 2;
+    out[0] = l;
+    out[2] = alpha;
+    out[4] = d;
+    out[6] = epsilon;
+}
+
+// fp32 sums of dQ and gQ: computed transposed (64 of a panel's columns as rows, queries as columns) and added where a
+// thread holds four of them, [query / 8][panel][thread of 128][4], the same for every tile size.
+constexpr int ACCUMULATOR_DIM = panels(HEAD_DIM) * 64;
+template <int N>
+DEVICE void reduce_queries(float* accumulator, int query, int panel, const float (&g)[N]) {
+    float* to = accumulator + (i64(query / 8) * panels(HEAD_DIM) + panel) * 512 + threadIdx.x % 128 * 4;
+#pragma unroll
+    for (int b = 0; b < N / 4; b++)
+        reduce_add_4(to + b * panels(HEAD_DIM) * 512, g[4 * b], g[4 * b + 1], g[4 * b + 2], g[4 * b + 3]);
+}
+
+// ---- order of the grid ---------------------------------------------------------------------------------------------
+// Block -> tile, head, batch. The heads whose streamed rows fit in the L2 cache together form a section; in a section
+// all heads do their first tile, then their second, and so on: CTAs that run at the same time share what they stream,
+// and with the longest tiles first only short ones are left at the end.
+struct Place {
+    int tile, head, batch;
+};
+DEVICE Place place(int tiles, int heads, int batches, i64 streamed_bytes) {
+    constexpr i64 CACHE = 32 << 20;
+    int all = heads * batches, wide = int(min(max(CACHE / max(streamed_bytes, 1ll), 1ll), i64(all)));
+    int block = blockIdx.x, section = int(block / (i64(wide) * tiles));
+    block -= section * wide * tiles;
+    int width = min(wide, all - section * wide), line = section * wide + block % width;
+    return {block / width, line % heads, line / heads};
+}
