@@ -5,22 +5,20 @@ No probe needs more than the base install, and none creates a CUDA context.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-MINIMUM_CAPABILITY = (8, 0)
-MINIMUM_CUDA = (12, 0)
+from flashbob_cupy.driver import Driver, DriverError, driver
+from flashbob_cupy.plan import Device
+
 MINIMUM_NVRTC = (12, 8)
-DRIVER_LIBRARIES = ("nvcuda.dll",) if sys.platform == "win32" else ("libcuda.so.1", "libcuda.so")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +35,15 @@ class Gpu:
     """One device as the driver describes it."""
 
     name: str
-    capability: tuple[int, int]
     memory_bytes: int
-    multiprocessors: int
-    shared_bytes_per_block: int
+    device: Device
 
     def describe(self) -> str:
-        major, minor = self.capability
+        major, minor = self.device.capability
         return (
             f"{self.name}, compute capability {major}.{minor}, {self.memory_bytes / 2**30:.0f} GiB, "
-            f"{self.multiprocessors} SMs, {self.shared_bytes_per_block / 1024:.0f} KiB shared memory per block"
+            f"{self.device.multiprocessors} SMs, {self.device.shared_limit / 1024:.0f} KiB shared memory per block"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Driver:
-    """The CUDA version the driver supports, and its devices."""
-
-    cuda: tuple[int, int]
-    gpus: tuple[Gpu, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,49 +60,13 @@ class Report:
         return asdict(self)
 
 
-class DriverError(RuntimeError):
-    """A call of the CUDA driver library failed."""
-
-
-def _ask(library: ctypes.CDLL, function: str, *arguments: object) -> None:
-    status = getattr(library, function)(*arguments)
-    if status != 0:
-        text = ctypes.c_char_p()
-        library.cuGetErrorString(status, ctypes.byref(text))
-        raise DriverError(f"{function}: {(text.value or b'unknown error').decode()} ({status})")
-
-
-@cache
-def driver() -> Driver | None:
-    """The driver read through its own library, or None where there is none. Raises DriverError where it fails."""
-    for name in DRIVER_LIBRARIES:
-        try:
-            library = ctypes.CDLL(name)
-            break
-        except OSError:
-            continue
-    else:
-        return None
-    version, count = ctypes.c_int(), ctypes.c_int()
-    _ask(library, "cuInit", 0)
-    _ask(library, "cuDriverGetVersion", ctypes.byref(version))
-    _ask(library, "cuDeviceGetCount", ctypes.byref(count))
-    gpus = []
-    for ordinal in range(count.value):
-        handle, memory = ctypes.c_int(), ctypes.c_size_t()
-        title = ctypes.create_string_buffer(256)
-        _ask(library, "cuDeviceGet", ctypes.byref(handle), ordinal)
-        _ask(library, "cuDeviceGetName", title, len(title), handle)
-        _ask(library, "cuDeviceTotalMem_v2", ctypes.byref(memory), handle)
-        # CUdevice_attribute: compute capability major and minor, multiprocessors, opt-in shared memory per block
-        attributes = []
-        for attribute in (75, 76, 16, 97):
-            value = ctypes.c_int()
-            _ask(library, "cuDeviceGetAttribute", ctypes.byref(value), attribute, handle)
-            attributes.append(value.value)
-        major, minor, multiprocessors, shared = attributes
-        gpus.append(Gpu(title.value.decode(), (major, minor), memory.value, multiprocessors, shared))
-    return Driver((version.value // 1000, version.value % 1000 // 10), tuple(gpus))
+def gpus() -> tuple[Gpu, ...]:
+    """Every device of the driver; none where there is no driver or it does not work, which the report's probe tells."""
+    try:
+        cuda = driver()
+        return tuple(Gpu(*cuda.name_and_memory(index), cuda.device(index)) for index in range(cuda.device_count()))
+    except DriverError:
+        return ()
 
 
 def _version(distribution: str) -> str | None:
@@ -143,10 +95,16 @@ def _package() -> Probe:
 
 
 def _driver() -> Probe:
-    found = driver()
-    if found is None:
-        return Probe("driver", "absent", "no NVIDIA driver library found")
-    return Probe("driver", "ok", f"supports CUDA {found.cuda[0]}.{found.cuda[1]}, {len(found.gpus)} device(s)")
+    try:
+        cuda = driver()
+    except DriverError as error:
+        # Nothing to load is a machine without a GPU; anything else is a driver that should work and does not.
+        return Probe("driver", "absent" if isinstance(error.__cause__, OSError) else "broken", str(error))
+    return Probe("driver", "ok", f"supports CUDA {_cuda(cuda)}, {cuda.device_count()} device(s)")
+
+
+def _cuda(cuda: Driver) -> str:
+    return f"{cuda.version // 1000}.{cuda.version % 1000 // 10}"
 
 
 def _gpu(ordinal: int, gpu: Gpu) -> Callable[[], Probe]:
@@ -220,29 +178,22 @@ NEEDED_BY_KERNELS = (("cupy", _cupy), ("cuda-core", _cuda_core), ("nvrtc", _nvrt
 
 def usable_gpu() -> Gpu | None:
     """Device 0 if kernels can run on it, else None; `examine` says why."""
-    try:
-        found = driver()
-    except DriverError:
-        return None
-    if found is None or not found.gpus:
+    found = gpus()
+    if not found:
         return None
     probes = {name: _guarded(name, probe) for name, probe in (("driver", _driver), *NEEDED_BY_KERNELS)}
-    return found.gpus[0] if _judge(probes, found)[2] else None
+    return found[0] if _judge(probes, found)[2] else None
 
 
 def examine() -> Report:
     """Run every probe and judge the result."""
-    try:
-        found = driver()
-    except DriverError:
-        found = None
-    gpus = found.gpus if found else ()
+    found = gpus()
     table: list[tuple[str, Callable[[], Probe]]] = [
         ("python", _python),
         ("flashbob_cupy", _package),
         *((name, _installed(name)) for name in ("numpy", "ml-dtypes", "torch", "jax")),
         ("driver", _driver),
-        *((f"gpu {ordinal}", _gpu(ordinal, gpu)) for ordinal, gpu in enumerate(gpus)),
+        *((f"gpu {ordinal}", _gpu(ordinal, gpu)) for ordinal, gpu in enumerate(found)),
         *NEEDED_BY_KERNELS,
         ("kernel cache", _cache),
         ("gpu record", _record),
@@ -250,23 +201,20 @@ def examine() -> Report:
     probes = {name: _guarded(name, probe) for name, probe in table}
     verdict, fix, gpu_usable = _judge(probes, found)
     broken = any(probe.status == "broken" for probe in probes.values())
-    return Report(tuple(probes.values()), verdict, fix, gpu_usable, not broken and gpu_usable == bool(gpus))
+    return Report(tuple(probes.values()), verdict, fix, gpu_usable, not broken and gpu_usable == bool(found))
 
 
-def _judge(probes: Mapping[str, Probe], found: Driver | None) -> tuple[str, str, bool]:
+def _judge(probes: Mapping[str, Probe], found: Sequence[Gpu]) -> tuple[str, str, bool]:
     """The verdict, its fix ("" if nothing is to be done), and whether kernels can run on device 0."""
     cpu = "CPU arrays work; "
     if probes["driver"].status == "broken":
-        return cpu + "the NVIDIA driver does not answer.", f"Repair the driver: {probes['driver'].value}", False
-    if found is None or not found.gpus:
+        return cpu + "the NVIDIA driver does not.", f"Repair or update the driver: {probes['driver'].value}.", False
+    if not found:
         return cpu + "there is no GPU here.", "", False
-    gpu = found.gpus[0]
-    if gpu.capability < MINIMUM_CAPABILITY:
-        wanted = "{}.{}".format(*MINIMUM_CAPABILITY)
-        return cpu + f"{gpu.name} is older than compute capability {wanted}.", "Use a GPU from Ampere on.", False
-    if found.cuda < MINIMUM_CUDA:
-        return cpu + "the NVIDIA driver is too old.", "Install a driver that supports CUDA 12 or later.", False
-    install = f'pip install "flashbob-cupy[{"cu13" if found.cuda >= (13, 0) else "cu12"}]"'
+    gpu = found[0]
+    if not gpu.device.arch:
+        return cpu + f"{gpu.name} is older than Ampere (compute capability 8.0).", "Use a newer GPU.", False
+    install = f'pip install "flashbob-cupy[{"cu13" if driver().version >= 13000 else "cu12"}]"'
     needed = [probes[name] for name, _ in NEEDED_BY_KERNELS]
     broken = [f"{probe.name} ({probe.value})" for probe in needed if probe.status == "broken"]
     if broken:
