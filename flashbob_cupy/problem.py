@@ -6,7 +6,12 @@ holds every check of an argument and its message.
 
 from __future__ import annotations
 
+import math
+import numbers
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 LAYOUTS = ("bhnd", "bnhd")
@@ -123,3 +128,207 @@ class Problem:
 
     def dtype_of(self, name: str) -> str:
         return self.lse_dtype if len(AXES[name]) == 3 else self.dtype
+
+
+class Described(Protocol):
+    """What the checks look at; the shape is in the caller's layout."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def device(self) -> tuple[str, int]: ...
+
+
+def axes_of(name: str, layout: str) -> tuple[str, ...]:
+    """The axes of an argument or a result in the caller's layout."""
+    axes = AXES[name]
+    if layout == "bnhd" and len(axes) == 4:
+        return axes[0], axes[2], axes[1], axes[3]
+    return axes
+
+
+def make_problem(
+    op: str,
+    arrays: Mapping[str, Described | None],
+    *,
+    causal: bool,
+    scale: float | None,
+    window: tuple[int | None, int | None] | None,
+    layout: str,
+    deterministic: bool,
+) -> Problem:
+    """Check every argument of `op` and describe what it asks for.
+
+    Raises:
+        TypeError: a required array is None, or a dtype or the type of an option is wrong.
+        ValueError: a shape, a device or the value of an option is wrong.
+    """
+    check_layout(layout)
+    mask = _mask(causal, window)
+    _check_bool("deterministic", deterministic)
+    given = {name: x for name, x in arrays.items() if x is not None}
+    for name in INPUTS[op]:
+        if name not in given and name not in OPTIONAL:
+            raise TypeError(f"{name} is required by {op}; got None")
+    _check_dtypes(given)
+    _check_devices(given)
+    sizes = _check_shapes(op, given, layout)
+    checked_scale = _scale(scale, sizes["D"], given["q"].dtype)
+    return Problem(
+        op=op,
+        **sizes,
+        dtype=given["q"].dtype,
+        mask=mask.within(sizes["M"], sizes["N"]),
+        scale=checked_scale,
+        deterministic=deterministic,
+        uq="uq" in given,
+        uk="uk" in given,
+        uv="uv" in given,
+        dlse="dlse" in given,
+    )
+
+
+def check_layout(layout: object) -> None:
+    if not isinstance(layout, str):
+        raise TypeError(f"layout must be a string, {_choices(LAYOUTS)}; got {type(layout).__name__}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be {_choices(LAYOUTS)}; got {layout!r}")
+
+
+def check_output(problem: Problem, name: str, given: Described, layout: str, device: tuple[str, int]) -> None:
+    """Check one preallocated result.
+
+    Raises:
+        TypeError: the dtype is not that of the result.
+        ValueError: the shape or the device is not that of the result.
+    """
+    label = f"out ({name})"
+    dtype = problem.dtype_of(name)
+    if given.dtype != dtype:
+        raise TypeError(f"{label} must be {dtype}; got {given.dtype}")
+    if given.device != device:
+        raise ValueError(f"{label} must be on {_device(device)} like q; got {_device(given.device)}")
+    axes = axes_of(name, layout)
+    shape = tuple(getattr(problem, axis) for axis in axes)
+    if given.shape != shape and not (len(shape) == 3 and given.shape == (*shape, 1)):
+        raise ValueError(f"{label} must have shape {_tuple(axes)} = {shape}; got {given.shape}")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False; got {value!r} ({type(value).__name__})")
+
+
+def _mask(causal: object, window: object) -> Mask:
+    _check_bool("causal", causal)
+    left: int | None = None
+    right: int | None = None
+    if window is not None:
+        if not isinstance(window, tuple | list):
+            raise TypeError(f"window must be None or a pair (left, right); got {window!r} ({type(window).__name__})")
+        if len(window) != 2:
+            raise ValueError(f"window must have 2 entries (left, right); got {len(window)}: {window!r}")
+        left, right = (_bound(side, value) for side, value in zip(("left", "right"), window, strict=True))
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    return Mask(left, right)
+
+
+def _bound(side: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"window {side} must be an integer or None; got {value!r} ({type(value).__name__})")
+    bound = operator.index(value)
+    if bound < 0:
+        raise ValueError(f"window {side} must be 0 or more, or None for unbounded; got {bound}")
+    return bound
+
+
+def _scale(scale: object, D: int, dtype: str) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(D)
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale must be None (1/sqrt(D)) or a real number; got {scale!r} ({type(scale).__name__})")
+    value = float(scale)
+    # Scores are computed in float32 unless the inputs are float64.
+    largest = 1.7976931348623157e308 if dtype == "float64" else 3.4028234663852886e38
+    if not abs(value) <= largest:
+        raise ValueError(f"scale must be finite, at most {largest:.3g} in magnitude for {dtype} inputs; got {value}")
+    return value
+
+
+def _check_dtypes(given: Mapping[str, Described]) -> None:
+    dtype = given["q"].dtype
+    if dtype not in DTYPES:
+        raise TypeError(f"q must be {_choices(DTYPES)}; got {dtype}")
+    row_dtype = "float64" if dtype == "float64" else "float32"
+    for name, x in given.items():
+        if len(AXES[name]) == 3:
+            if x.dtype != row_dtype:
+                raise TypeError(f"{name} must be {row_dtype} when q is {dtype}; got {x.dtype}")
+        elif x.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype} like q; got {x.dtype}")
+
+
+def _check_devices(given: Mapping[str, Described]) -> None:
+    device = given["q"].device
+    if device[0] not in ("cpu", "cuda"):
+        raise ValueError(f"q must be on a CPU or a CUDA device; got {_device(device)}")
+    for name, x in given.items():
+        if x.device != device:
+            raise ValueError(f"{name} must be on {_device(device)} like q; got {_device(x.device)}")
+
+
+def _check_shapes(op: str, given: Mapping[str, Described], layout: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    # q, k and v come first, so they give the symbols their numbers and the others are held to them.
+    for name in sorted(given, key=INPUTS[op].index):
+        axes, shape = axes_of(name, layout), given[name].shape
+        if len(axes) == 3 and len(shape) == 4 and shape[3] == 1:
+            shape = shape[:3]
+        if len(shape) != len(axes):
+            or_column = f" or {_tuple((*axes, '1'))}" if len(axes) == 3 else ""
+            raise ValueError(
+                f"{name} must have the {len(axes)} axes {_tuple(axes)}{or_column}; got {len(shape)} axes: shape {shape}"
+                + (". Fold extra leading axes into B, or map over them" if len(shape) > len(axes) else "")
+            )
+        wanted = tuple(sizes.get(axis) for axis in axes)
+        if any(size is not None and size != came for size, came in zip(wanted, shape, strict=True)):
+            raise ValueError(f"{name} must have shape {_expected(axes, sizes)}; got {shape}{_other_layout(layout)}")
+        sizes.update(zip(axes, shape, strict=True))
+    for axis, name in (("D", "q"), ("Dv", "v")):
+        if sizes[axis] == 0:
+            raise ValueError(f"{name} must have a last axis {axis} of 1 or more; got {given[name].shape}")
+    Hq, Hkv = sizes["Hq"], sizes["Hkv"]
+    if Hq != 0 and (Hkv == 0 or Hq % Hkv):
+        raise ValueError(
+            f"the heads of q must be a multiple of the heads of k and v: got Hq = {Hq} and Hkv = {Hkv}"
+            + _other_layout(layout)
+        )
+    return sizes
+
+
+def _expected(axes: tuple[str, ...], sizes: Mapping[str, int]) -> str:
+    if all(axis in sizes for axis in axes):
+        return f"{_tuple(axes)} = {tuple(sizes[axis] for axis in axes)}"
+    return f"{_tuple(axes)} with " + ", ".join(f"{axis} = {sizes[axis]}" for axis in axes if axis in sizes)
+
+
+def _other_layout(layout: str) -> str:
+    other = {"bhnd": "rows before heads", "bnhd": "heads before rows"}[layout]
+    return f" (layout is {layout!r}; for {other} pass layout={LAYOUTS[1 - LAYOUTS.index(layout)]!r})"
+
+
+def _tuple(axes: tuple[str, ...]) -> str:
+    return f"({', '.join(axes)})"
+
+
+def _choices(values: tuple[str, ...]) -> str:
+    return f"{', '.join(values[:-1])} or {values[-1]}"
+
+
+def _device(device: tuple[str, int]) -> str:
+    return f"cuda:{device[1]}" if device[0] == "cuda" else device[0]

@@ -1,0 +1,501 @@
+"""The four public functions: check, plan, launch, return."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from flashbob_cupy import arrays, plan
+from flashbob_cupy.arrays import Kind, Layout, View
+from flashbob_cupy.problem import AXES, INPUTS, OUTPUTS, Problem, axes_of, check_layout, check_output, make_problem
+
+Window = tuple[int | None, int | None]
+
+
+class ForwardResult(NamedTuple):
+    """Output (B, Hq, M, Dv), and the natural log-sum-exp of each row of scores (B, Hq, M)."""
+
+    o: Any
+    lse: Any
+
+
+class BackwardResult(NamedTuple):
+    """Gradients with respect to q, k and v, each of its argument's shape."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+class _BobFields(NamedTuple):
+    gq: Any
+    gk: Any
+    gv: Any
+    gdo: Any
+
+
+class BobResult(_BobFields):
+    """Gradients of <dq, uq> + <dk, uk> + <dv, uv> with respect to q, k, v and do, each of its argument's shape.
+
+    `gdlse` is the one with respect to `dlse`, (B, Hq, M), and None if no `dlse` was given. It is an attribute and not a
+    fifth entry, so that unpacking into four always works.
+    """
+
+    gdlse: Any = None
+
+
+class JvpResult(NamedTuple):
+    """Tangents of o, (B, Hq, M, Dv), and of lse, (B, Hq, M)."""
+
+    to: Any
+    tlse: Any
+
+
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    layout: str = "bhnd",
+    stream: Any = None,
+    out: Sequence[Any] | None = None,
+    deterministic: bool = False,
+) -> ForwardResult:
+    """Exact attention, ``o = softmax(scale * q k^T) v``.
+
+    Arrays are of any library with ``__dlpack__`` (torch, JAX, CuPy, NumPy, ...), all of the same one, on the same
+    device and of the same dtype, with any strides. They are not copied, and results are arrays of the same library. On
+    a CUDA device the work is put on the caller's stream and not waited for.
+
+    Args:
+        q: (B, Hq, M, D), float16, bfloat16, float32 or float64.
+        k: (B, Hkv, N, D), with Hq a multiple of Hkv; query head h reads key head ``h // (Hq // Hkv)``.
+        v: (B, Hkv, N, Dv).
+        causal: query i sees key j only if ``j <= i + N - M``: the diagonal is aligned at the bottom right.
+        scale: factor of the scores; None is ``1 / sqrt(D)``.
+        window: (left, right), query i sees key j only if ``i + N - M - left <= j <= i + N - M + right``; None in place
+            of a number is unbounded. Together with `causal`, right is at most 0.
+        layout: "bhnd", or "bnhd" for heads after rows, (B, M, Hq, D), in every 4-D argument and result. lse stays
+            (B, Hq, M).
+        stream: CUDA stream to run on: an integer handle, an object with ``__cuda_stream__``, a torch.cuda.Stream or a
+            cupy.cuda.Stream. None is torch's current stream for torch tensors, CuPy's for CuPy arrays, and the legacy
+            default stream for all others, which DLPack synchronises with their producer.
+        out: preallocated results, one entry for each in the order of the result; an entry of None is allocated.
+        deterministic: the same inputs give bitwise the same results. The forward always is.
+
+    Returns:
+        ForwardResult(o, lse): o (B, Hq, M, Dv) of the dtype of q; lse (B, Hq, M) float32, or float64 for float64
+        inputs. A query that sees no key has o = 0 and lse = -inf.
+
+    Raises:
+        TypeError: an argument is not an array, has a wrong dtype, or is of another library than q; a torch tensor
+            requires grad or a JAX array is being traced (then `flashbob_cupy.torch` or `flashbob_cupy.jax` is needed).
+        ValueError: a shape, a device or an option does not fit; `out` overlaps itself or an input.
+        UnsupportedError: valid, but not offered on this device.
+        CompileError: a kernel did not compile.
+    """
+    return _run("forward", (q, k, v), causal, scale, window, layout, stream, out, deterministic)  # type: ignore[no-any-return]
+
+
+def backward(
+    q: Any,
+    k: Any,
+    v: Any,
+    do: Any,
+    o: Any,
+    lse: Any,
+    *,
+    dlse: Any = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    layout: str = "bhnd",
+    stream: Any = None,
+    out: Sequence[Any] | None = None,
+    deterministic: bool = False,
+) -> BackwardResult:
+    """Gradients of ``<do, o>``, or of ``<do, o> + <dlse, lse>``, with respect to q, k and v.
+
+    Args:
+        q: (B, Hq, M, D), float16, bfloat16, float32 or float64.
+        k: (B, Hkv, N, D), with Hq a multiple of Hkv.
+        v: (B, Hkv, N, Dv).
+        do: (B, Hq, M, Dv), the cotangent of o.
+        o: (B, Hq, M, Dv), the result of `forward` or of any other exact forward.
+        lse: (B, Hq, M) or (B, Hq, M, 1), float32 (float64 for float64 inputs), natural log. What it holds for queries
+            that see no key does not matter.
+        dlse: None, or the cotangent of lse, of its shape and dtype.
+        causal: as in `forward`.
+        scale: as in `forward`.
+        window: as in `forward`.
+        layout: as in `forward`.
+        stream: as in `forward`.
+        out: as in `forward`, for (dq, dk, dv).
+        deterministic: the same inputs give bitwise the same results, at some cost in time on a GPU.
+
+    Returns:
+        BackwardResult(dq, dk, dv), of the shapes of q, k and v and of their dtype. Queries that see no key and keys
+        that no query sees get exact zeros.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError, CompileError: as in `forward`.
+    """
+    arguments = (q, k, v, do, o, lse, dlse)
+    return _run("backward", arguments, causal, scale, window, layout, stream, out, deterministic)  # type: ignore[no-any-return]
+
+
+def bob(
+    q: Any,
+    k: Any,
+    v: Any,
+    do: Any,
+    uq: Any,
+    uk: Any,
+    uv: Any,
+    o: Any,
+    lse: Any,
+    *,
+    dlse: Any = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    layout: str = "bhnd",
+    stream: Any = None,
+    out: Sequence[Any] | None = None,
+    deterministic: bool = False,
+) -> BobResult:
+    """The double backward: gradients of ``<dq, uq> + <dk, uk> + <dv, uv>`` with respect to q, k, v and do.
+
+    dq, dk and dv are the results of `backward` for the same arguments. uq, uk and uv are their cotangents, as they
+    arise when a function of the gradient is differentiated: Hessian-vector products, gradient penalties, meta-learning.
+
+    Args:
+        q: (B, Hq, M, D), float16, bfloat16, float32 or float64.
+        k: (B, Hkv, N, D), with Hq a multiple of Hkv.
+        v: (B, Hkv, N, Dv).
+        do: (B, Hq, M, Dv), the cotangent of o.
+        uq: (B, Hq, M, D), or None for exactly zero, which skips its share of the work.
+        uk: (B, Hkv, N, D), or None.
+        uv: (B, Hkv, N, Dv), or None.
+        o: (B, Hq, M, Dv), the result of `forward` or of any other exact forward.
+        lse: (B, Hq, M) or (B, Hq, M, 1), float32 (float64 for float64 inputs), natural log. What it holds for queries
+            that see no key does not matter.
+        dlse: None, or the cotangent of lse that was given to `backward`, of the shape and dtype of lse.
+        causal: as in `forward`.
+        scale: as in `forward`.
+        window: as in `forward`.
+        layout: as in `forward`.
+        stream: as in `forward`.
+        out: as in `forward`, for (gq, gk, gv, gdo), or for (gq, gk, gv, gdo, gdlse) when `dlse` is given.
+        deterministic: the same inputs give bitwise the same results, at some cost in time on a GPU.
+
+    Returns:
+        BobResult(gq, gk, gv, gdo), of the shapes of q, k, v and do and of their dtype; its attribute `gdlse` is the
+        gradient with respect to `dlse`, of the shape and dtype of lse, or None without `dlse`. Queries that see no key
+        and keys that no query sees get exact zeros.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError, CompileError: as in `forward`.
+    """
+    arguments = (q, k, v, do, uq, uk, uv, o, lse, dlse)
+    return _run("bob", arguments, causal, scale, window, layout, stream, out, deterministic)  # type: ignore[no-any-return]
+
+
+def jvp(
+    q: Any,
+    k: Any,
+    v: Any,
+    uq: Any,
+    uk: Any,
+    uv: Any,
+    o: Any,
+    lse: Any,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    layout: str = "bhnd",
+    stream: Any = None,
+    out: Sequence[Any] | None = None,
+    deterministic: bool = False,
+) -> JvpResult:
+    """The derivative of `forward` along (uq, uk, uv).
+
+    Args:
+        q: (B, Hq, M, D), float16, bfloat16, float32 or float64.
+        k: (B, Hkv, N, D), with Hq a multiple of Hkv.
+        v: (B, Hkv, N, Dv).
+        uq: (B, Hq, M, D), the tangent of q, or None for exactly zero, which skips its share of the work.
+        uk: (B, Hkv, N, D), or None.
+        uv: (B, Hkv, N, Dv), or None.
+        o: (B, Hq, M, Dv), the result of `forward` or of any other exact forward.
+        lse: (B, Hq, M) or (B, Hq, M, 1), float32 (float64 for float64 inputs), natural log. What it holds for queries
+            that see no key does not matter.
+        causal: as in `forward`.
+        scale: as in `forward`.
+        window: as in `forward`.
+        layout: as in `forward`.
+        stream: as in `forward`.
+        out: as in `forward`, for (to, tlse).
+        deterministic: the same inputs give bitwise the same results. The jvp always is.
+
+    Returns:
+        JvpResult(to, tlse): to (B, Hq, M, Dv) of the dtype of q; tlse of the shape and dtype of lse, without a last
+        axis of 1. A query that sees no key has exact zeros.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError, CompileError: as in `forward`.
+    """
+    arguments = (q, k, v, uq, uk, uv, o, lse)
+    return _run("jvp", arguments, causal, scale, window, layout, stream, out, deterministic)  # type: ignore[no-any-return]
+
+
+def _bob_result(*results: Any) -> BobResult:
+    result = BobResult(*results[:4])
+    if len(results) == 5:
+        result.gdlse = results[4]
+    return result
+
+
+_RESULTS: dict[str, Callable[..., Any]] = {
+    "forward": ForwardResult,
+    "backward": BackwardResult,
+    "bob": _bob_result,
+    "jvp": JvpResult,
+}
+
+#: Everything that is known about a call before its pointers, by what was asked and how the arrays lie.
+_calls: dict[Any, _Call] = {}
+#: Shapes that keep changing (growing sequences) must not fill the memory; a call is cheap to make again.
+_MOST_CALLS = 4096
+
+
+def _run(
+    op: str,
+    arguments: tuple[Any, ...],
+    causal: bool,
+    scale: float | None,
+    window: Window | None,
+    layout: str,
+    stream: Any,
+    out: Sequence[Any] | None,
+    deterministic: bool,
+) -> Any:
+    kind = arrays.kind_of(arguments[0], "q")
+    handle, stream_device = (None, None) if stream is None else arrays.stream_of(stream)
+    if out is None:
+        given: tuple[Any, ...] = ()
+        tokens, pointers, owners = kind.read(INPUTS[op], arguments, handle)
+    else:
+        given = _unpack_out(op, kind, out, with_dlse=op == "bob" and arguments[-1] is not None)
+        tokens, pointers, owners = kind.read(_NAMES_WITH_OUT[op], arguments + given, handle)
+    key: tuple[Any, ...] | None
+    try:
+        # Types are part of the key because True == 1 == 1.0, but only some of these are right.
+        types = (type(causal), type(scale), type(deterministic), window and tuple(map(type, window)))
+        family = os.environ.get(plan.FAMILY_VARIABLE)
+        key = (op, kind, bool(given), causal, scale, window, layout, deterministic, types, family, *tokens)
+        call = _calls.get(key)
+    except TypeError:  # an option of a wrong type, which the checks below name
+        key = call = None
+    if call is None:
+        call = _Call(op, kind, tokens, bool(given), causal, scale, window, layout, deterministic)
+        if key is not None:
+            if len(_calls) >= _MOST_CALLS:
+                _calls.clear()
+            _calls[key] = call
+    if handle is not None:
+        call.check_stream(stream_device)
+    return call.run(arguments[0], pointers, owners, given, handle)
+
+
+def _unpack_out(op: str, kind: Kind, out: object, with_dlse: bool) -> tuple[Any, ...]:
+    """`out` with one entry for each name in OUTPUTS, None where nothing is given."""
+    names = OUTPUTS[op][:4]
+    if not isinstance(out, tuple | list):
+        raise TypeError(f"out must be None or a tuple ({', '.join(names)}) of arrays; got {type(out).__name__}")
+    if len(out) != len(names) and not (with_dlse and len(out) == 5):
+        raise ValueError(
+            f"out must have {len(names)} entries ({', '.join(names)})"
+            + (" or 5, with gdlse" if with_dlse else "")
+            + f"; got {len(out)}"
+        )
+    given = (*out, *(None for _ in OUTPUTS[op][len(out) :]))
+    for name, x in zip(OUTPUTS[op], given, strict=True):
+        if x is not None and arrays.kind_of(x, f"out ({name})") is kind:
+            if not kind.mutable:
+                raise TypeError(f"out ({name}) must be an array that can be written to; {kind.name} arrays cannot")
+            if not kind.writable(x):
+                raise ValueError(f"out ({name}) must be writable; got a read-only array")
+    return given
+
+
+_NAMES_WITH_OUT = {op: INPUTS[op] + tuple(f"out ({name})" for name in OUTPUTS[op]) for op in OUTPUTS}
+
+
+def _logical(name: str, given: Layout, layout: str) -> Layout:
+    """The same memory with its axes in the order batch, head, row, width."""
+    shape, strides, dtype, device = given
+    if len(AXES[name]) == 3:
+        shape, strides = shape[:3], strides[:3]
+    elif layout == "bnhd":
+        shape = (shape[0], shape[2], shape[1], shape[3])
+        strides = (strides[0], strides[2], strides[1], strides[3])
+    return Layout(shape, strides, dtype, device)
+
+
+class _Call:
+    """What is the same in all calls with the same options on arrays that lie the same way."""
+
+    def __init__(
+        self,
+        op: str,
+        kind: Kind,
+        tokens: list[Any],
+        with_out: bool,
+        causal: bool,
+        scale: float | None,
+        window: Window | None,
+        layout: str,
+        deterministic: bool,
+    ) -> None:
+        check_layout(layout)
+        labels = _NAMES_WITH_OUT[op] if with_out else INPUTS[op]
+        described: list[Layout | None] = []
+        position = 0
+        for label in labels:
+            if tokens[position] is None:
+                described.append(None)
+                position += 1
+            else:
+                described.append(kind.translate(label, *tokens[position : position + 4]))
+                position += 4
+        inputs = dict(zip(INPUTS[op], described, strict=False))
+        self.problem: Problem = make_problem(
+            op, inputs, causal=causal, scale=scale, window=window, layout=layout, deterministic=deterministic
+        )
+        q = inputs["q"]
+        assert q is not None
+        self.kind = kind
+        self.device = q.device
+        self.inputs = tuple(
+            (name, None if given is None else _logical(name, given, layout)) for name, given in inputs.items()
+        )
+        outputs: list[tuple[str, Layout, Callable[[], Any] | None]] = []
+        given_outputs = described[len(inputs) :] or [None] * len(OUTPUTS[op])
+        for name, given in zip(OUTPUTS[op], given_outputs, strict=True):
+            if given is not None:
+                check_output(self.problem, name, given, layout, self.device)
+                outputs.append((name, _logical(name, given, layout), None))
+            elif name != "gdlse" or self.problem.dlse:
+                shape = tuple(getattr(self.problem, axis) for axis in axes_of(name, layout))
+                dtype = self.problem.dtype_of(name)
+                new = Layout(shape, arrays.row_major(shape), dtype, self.device)
+                outputs.append((name, _logical(name, new, layout), kind.allocator(shape, dtype, self.device)))
+        self.outputs = tuple(outputs)
+        self.route = "blocked"
+        if self.problem.vanishes:
+            self.route = "zero"
+        elif self.device[0] == "cuda":
+            kernels = importlib.import_module("flashbob_cupy.kernels")
+            self.route = plan.route(self.problem, kernels.device_info(self.device[1]))
+            self._execute = kernels.execute
+        self._result = _RESULTS[op]
+
+    def check_stream(self, stream_device: int | None) -> None:
+        kind, index = self.device
+        if kind == "cpu":
+            raise ValueError("stream must be None for arrays on the CPU; q is on the CPU")
+        if stream_device not in (None, index):
+            raise ValueError(f"stream must be on cuda:{index} like q; got a stream of cuda:{stream_device}")
+
+    def run(self, q: Any, pointers: list[int], owners: list[object], given: tuple[Any, ...], stream: int | None) -> Any:
+        """Compute on one set of arrays; `given` are preallocated results, or empty."""
+        views = {
+            name: None if lie is None else View(pointer, lie.shape, lie.strides, lie.dtype, lie.device, owner)
+            for (name, lie), pointer, owner in zip(self.inputs, pointers, owners, strict=False)
+        }
+        kind, index = self.kind, self.device[1]
+        if given:
+            self._check_overlap(views, pointers)
+        if self.device[0] == "cpu":
+            return self._compute(q, views, pointers, owners, given, 0)
+        current = kind.current_stream(index)
+        if stream is None:
+            stream = current
+        if stream == current and kind.is_current(index):
+            return self._compute(q, views, pointers, owners, given, stream)
+        with kind.on(stream, index):
+            results = self._compute(q, views, pointers, owners, given, stream)
+            kind.hold([owner for owner in owners if owner is not None], stream, index)
+        return results
+
+    def _check_overlap(self, views: dict[str, View | None], pointers: list[int]) -> None:
+        """Refuse preallocated results that share memory with an input, with each other or with themselves."""
+        others = {name: view for name, view in views.items() if view is not None}
+        for (name, lie, allocate), pointer in zip(self.outputs, pointers[len(self.inputs) :], strict=False):
+            if allocate is not None:
+                continue
+            view = View(pointer, *lie, None)
+            if arrays.overlaps_itself(view):
+                raise ValueError(
+                    f"out ({name}) must not overlap itself; got shape {lie.shape} with strides {lie.strides}"
+                )
+            for other, taken in others.items():
+                if arrays.overlap(view, taken):
+                    raise ValueError(f"out ({name}) must not share memory with {other}")
+            others[f"out ({name})"] = view
+
+    def _compute(
+        self,
+        q: Any,
+        views: dict[str, View | None],
+        pointers: list[int],
+        owners: list[object],
+        given: tuple[Any, ...],
+        stream: int,
+    ) -> Any:
+        kind, offset = self.kind, len(self.inputs)
+        results: dict[str, View] = {}
+        raws: list[Any] = []
+        for position, (name, lie, allocate) in enumerate(self.outputs, offset):
+            if allocate is None:
+                raw, pointer, owner = given[position - offset], pointers[position], owners[position]
+            else:
+                raw = owner = allocate()
+                pointer = kind.pointer(raw)
+            raws.append(raw)
+            results[name] = View(pointer, lie.shape, lie.strides, lie.dtype, lie.device, owner)
+        if self.route == "zero":
+            for raw, (name, view) in zip(raws, results.items(), strict=True):
+                if 0 not in view.shape:
+                    kind.fill(raw, view, -math.inf if name == "lse" else 0.0)
+        elif self.route == "blocked":
+            self._blocked(views, results, stream)
+        else:
+            self._execute(self.problem, views, results, self._workspace, stream, self.device[1])
+        finished = (
+            raw if allocate is None else kind.finish(raw, q)
+            for raw, (_, _, allocate) in zip(raws, self.outputs, strict=True)
+        )
+        return self._result(*finished)
+
+    def _blocked(self, views: dict[str, View | None], results: dict[str, View], stream: int) -> None:
+        engine = getattr(importlib.import_module("flashbob_cupy.blocked"), self.problem.op)
+        borrowed = [*views.values(), *(results.get(name) for name in OUTPUTS[self.problem.op])]
+        if self.device[0] == "cpu":
+            engine(self.problem, *(view and arrays.numpy_view(view) for view in borrowed))
+        else:
+            with arrays.cupy_stream(stream, self.device[1]):
+                engine(self.problem, *(view and arrays.cupy_view(view) for view in borrowed))
+
+    def _workspace(self, size: int) -> View:
+        """Scratch of so many bytes, from the allocator that the results come from."""
+        raw = self.kind.allocator((size,), "uint8", self.device)()
+        return View(self.kind.pointer(raw), (size,), (1,), "uint8", self.device, raw)
