@@ -1,0 +1,513 @@
+"""CUDA kernels: source text, compilation, caches and launches. The only file that knows how plans reach the GPU.
+
+A kernel is compiled by NVRTC to a cubin from one self-contained text, which needs neither a GPU nor a driver nor any
+header but those in `cuda/`. Cubins are kept on disk (`cache_dir`) and shared between processes.
+
+The first call of a problem makes a recipe: kernels loaded, grids and strides laid out as the driver takes them. Every
+later call only writes pointers into it and launches. Nothing is allocated but the workspace, nothing waits for the
+device, and nothing is read from host memory after a launch returns, so calls can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import io
+import itertools
+import os
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
+from typing import Any, Protocol
+
+from flashbob_cupy import plan as planning
+from flashbob_cupy.driver import DriverError, LaunchConfig, driver
+from flashbob_cupy.errors import CompileError, UnsupportedError
+from flashbob_cupy.plan import FAMILY_VARIABLE, FIELDS, Device, Launch, Plan, Specialisation, route, specialisations
+from flashbob_cupy.problem import AXES, INPUTS, OUTPUTS, Problem
+
+__all__ = (
+    "Compiled",
+    "DriverError",
+    "cache_dir",
+    "compile",
+    "device_info",
+    "execute",
+    "source",
+    "source_dir",
+    "specialisations",
+)
+
+CACHE_VARIABLE = "FLASHBOB_CACHE_DIR"
+_CACHE_BYTES = 512 << 20
+
+
+class View(Protocol):
+    """What is used of arrays.View."""
+
+    @property
+    def pointer(self) -> int: ...
+    @property
+    def strides(self) -> tuple[int, ...]: ...
+
+
+# ---- source --------------------------------------------------------------------------------------------------------
+def source_dir() -> Path:
+    """The folder of the CUDA sources: inside an installed package, or `cuda/` of a source tree."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "_cuda", package.parent / "cuda"):
+        if (folder / "attention.cuh").is_file():
+            return folder
+    raise CompileError(
+        f"the CUDA sources are missing: neither {package / '_cuda'} nor {package.parent / 'cuda'} exists"
+    )
+
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"')
+_ONCE = re.compile(r"^\s*#\s*pragma\s+once\b")
+
+
+@functools.cache
+def source(path: str) -> str:
+    """One self-contained text of a kernel file: every include replaced by its text, once.
+
+    `path` is relative to `cuda/`; #line directives make compiler messages name the original file and line.
+    """
+    root, seen = source_dir(), set[Path]()
+
+    def flatten(file: Path) -> Iterator[str]:
+        seen.add(file)
+        name = file.relative_to(root).as_posix()
+        yield f'#line 1 "{name}"'
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            include = _INCLUDE.match(line)
+            if include:
+                found = next((f for f in (file.parent / include[1], root / include[1]) if f.is_file()), None)
+                if found is None:
+                    raise CompileError(f'{name}:{number}: no file "{include[1]}" beside it or in {root}')
+                if found.resolve() not in seen:
+                    yield from flatten(found.resolve())
+                yield f'#line {number + 1} "{name}"'
+            else:
+                yield "" if _ONCE.match(line) else line
+
+    return "\n".join(flatten((root / path).resolve())) + "\n"
+
+
+# ---- compilation ---------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What ptxas reports of a kernel. Anything but zero bytes, and any warning, makes it slow."""
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A cubin, and what the compiler said; `log` is empty and `resources` None when it came from the cache."""
+
+    code: bytes
+    log: str
+    resources: Resources | None
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: FLASHBOB_CACHE_DIR, or the user's cache folder of this platform."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "flashbob_cupy"
+
+
+@functools.cache
+def _disk_cache(folder: Path) -> Any:
+    from cuda.core.utils import FileStreamProgramCache
+
+    try:
+        return FileStreamProgramCache(folder, max_size_bytes=_CACHE_BYTES)
+    except OSError as error:
+        warnings.warn(
+            f"compiled kernels are not kept: {folder} cannot be used ({error}). Set {CACHE_VARIABLE} to a folder "
+            "that can be written",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def compile(specialisation: Specialisation, arch: str, *, cached: bool = True) -> Compiled:
+    """Compile one kernel for an architecture such as "sm_90a"; no GPU or driver is needed.
+
+    `cached=False` neither reads nor writes the disk cache, so that `log` and `resources` are always there.
+
+    Raises:
+        CompileError: NVRTC is not installed, or refuses the kernel; the message holds its log with file and line.
+    """
+    text = source(specialisation.path)
+    try:
+        from cuda.core import Program, ProgramOptions
+    except ImportError as error:
+        raise CompileError(
+            "compiling kernels needs cuda-core, cuda-bindings and NVRTC: install flashbob-cupy[cu13] or "
+            f"flashbob-cupy[cu12] ({error})"
+        ) from error
+    options = ProgramOptions(
+        name=specialisation.path.replace("/", "_"),
+        arch=arch,
+        define_macro=[(name, str(value)) for name, value in specialisation.macros],
+        ptxas_options=["-v"],
+    )
+    log = io.StringIO()
+    try:
+        cache = _disk_cache(cache_dir()) if cached else None
+        code = bytes(Program(text, "c++", options).compile("cubin", logs=log, cache=cache).code)
+    except Exception as error:  # cuda-core has no common base for the errors of NVRTC and of finding it
+        raise CompileError(
+            f"{specialisation} for {arch} does not compile.\n{error}\n{log.getvalue()}".rstrip()
+        ) from error
+    said = log.getvalue().strip()
+    return Compiled(code, said, read_resources(said) if said else None)
+
+
+def read_resources(log: str) -> Resources:
+    """Registers, spills, stack and warnings in a ptxas log of one kernel."""
+
+    def largest(pattern: str) -> int:
+        return max((int(number) for number in re.findall(pattern, log)), default=0)
+
+    spills = largest(r"(\d+) bytes spill stores") + largest(r"(\d+) bytes spill loads")
+    said = tuple(line.strip() for line in log.splitlines() if re.search(r"warning|\bC75\d\d\b", line, re.IGNORECASE))
+    return Resources(largest(r"Used (\d+) registers"), spills, largest(r"(\d+) bytes stack frame"), said)
+
+
+class _Once:
+    """Calls a function at most once per key, also when threads ask for the same key at the same time."""
+
+    def __init__(self) -> None:
+        self._values: dict[Any, Any] = {}
+        self._locks: dict[Any, threading.Lock] = {}
+        self._guard = threading.Lock()
+
+    def __call__(self, key: Any, make: Callable[[], Any]) -> Any:
+        with self._guard:
+            if key in self._values:
+                return self._values[key]
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            if key not in self._values:
+                self._values[key] = make()
+        return self._values[key]
+
+
+_cubins = _Once()
+_loaded = _Once()
+
+
+def _load(specialisation: Specialisation, index: int) -> int:
+    """The driver's handle of a kernel, ready for launches on a device."""
+
+    def make() -> int:
+        arch = driver().device(index).arch
+        code = _cubins((specialisation, arch), lambda: compile(specialisation, arch).code)
+        return driver().load(code, specialisation.kernel, index, specialisation.shared_bytes)
+
+    return int(_loaded((specialisation, index), make))
+
+
+def device_info(index: int) -> Device:
+    """Compile target, compute capability, shared memory and multiprocessors of a CUDA device.
+
+    Raises:
+        DriverError: no driver, or no such device.
+    """
+    return driver().device(index)
+
+
+# ---- launches ------------------------------------------------------------------------------------------------------
+# The structs of cuda/attention.cuh and cuda/copy_rows.cu, field by field.
+_VIEWS = ("q", "k", "v", "d", "uq", "uk", "uv", "o", "lse", "dlse", "out_q", "out_k", "out_v", "out_o", "out_lse")
+_WORDS_OF_VIEW = 4
+_STATISTICS_WORD = len(_VIEWS) * _WORDS_OF_VIEW
+_ATTENTION = Struct("=" + "Qqqq" * len(_VIEWS) + "QQ" + "14i" + "f4x")
+_COPY = Struct("=" + "Qqqq" * 2 + "q" + "4i4x")
+_MAP_BYTES = 128
+_MAPS_KEPT = 64
+_RECIPES_KEPT = 1024
+
+
+def _pack_attention(problem: Problem, plan: Plan, strides: Mapping[str, tuple[int, int, int]]) -> bytes:
+    """The struct with every pointer null."""
+    p = problem
+    mask = p.mask.within(p.M, p.N)
+    far = p.M + p.N  # as good as unbounded, on either side
+
+    def bound(value: int | None) -> int:
+        return 0 if value is None else max(-far, min(far, value))
+
+    views = (number for field in _VIEWS for number in (0, *strides.get(field, (0, 0, 0))))
+    return _ATTENTION.pack(
+        *views, 0, 0,
+        p.B, p.Hq, p.Hkv, p.group, p.M, p.N, plan.dim, plan.value_dim, plan.padded_queries,
+        p.first_query, p.first_key, p.N - p.M, bound(mask.left), bound(mask.right), p.scale,
+    )  # fmt: skip
+
+
+class _Buffer:
+    """Memory that launches read their parameters from, writable as 64-bit words or bytes; 64-byte aligned."""
+
+    def __init__(self, content: bytes) -> None:
+        size = -(-len(content) // 8) * 8
+        self._raw = (ctypes.c_uint8 * (size + 64))()
+        start = -ctypes.addressof(self._raw) % 64
+        self.address = ctypes.addressof(self._raw) + start
+        self.bytes = memoryview(self._raw).cast("B")[start : start + size]
+        self.bytes[: len(content)] = content
+        self.words = self.bytes.cast("Q")
+
+
+class _MapSource:
+    """Tensor maps of one array, encoded when its pointer is new: loops use the same few pointers again and again."""
+
+    def __init__(
+        self,
+        slot: int,
+        shift: int,
+        shape: tuple[int, int, int, int],
+        strides: tuple[int, int, int],
+        rows: int,
+        bf16: bool,
+    ) -> None:
+        self.slot = slot
+        self._arguments = (shape, strides, rows, bf16)
+        self._shift = shift
+        self._maps: dict[int, bytes] = {}
+
+    def encoded(self, pointer: int) -> bytes:
+        found = self._maps.get(pointer)
+        if found is None:
+            if len(self._maps) >= _MAPS_KEPT:
+                self._maps.pop(next(iter(self._maps)))
+            found = self._maps[pointer] = driver().tensor_map(pointer + self._shift, *self._arguments)
+        return found
+
+
+class _Recipe:
+    """A plan with everything but pointers and stream filled in, for one device and one set of strides."""
+
+    def __init__(self, problem: Problem, family: str, views: Mapping[str, View], index: int) -> None:
+        in_place = frozenset(
+            name
+            for name, view in views.items()
+            if len(AXES[name]) == 3 or planning.readable(family, problem.shape(name), view.strides, view.pointer)
+        )
+        plan = planning.plan(problem, driver().device(index), family, in_place)
+        for name, view in views.items():
+            if len(AXES[name]) == 3 and view.pointer % 4:
+                raise ValueError(f"{name}: float32 numbers must start at a multiple of 4 bytes; got {view.pointer:#x}")
+        found = tuple(dict.fromkeys(plan.specialisations()))
+        if len(found) > 1:  # NVRTC compiles in parallel; a warm cache makes the threads pointless but cheap
+            with ThreadPoolExecutor(len(found)) as pool:
+                list(pool.map(lambda s: _load(s, index), found))
+
+        self.lock = threading.Lock()
+        self.workspace = plan.workspace
+        self._index = index
+        self._context = driver().primary_context(index)
+        copies = {copy.name: copy for copy in plan.copies_in + plan.copies_out}
+        strides: dict[str, tuple[int, int, int]] = {}
+        for name, view in views.items():
+            shape = problem.shape(name)
+            own = view.strides[:3]
+            strides[FIELDS[problem.op][name]] = (
+                copies[name].strides(shape) if name in copies else (own[0], own[1], own[2])
+            )
+
+        # Pointers: where each comes from, by its place among the arguments or its offset in the workspace.
+        names = INPUTS[problem.op] + OUTPUTS[problem.op]
+        place = {name: names.index(name) for name in views}
+        attention = _Buffer(_pack_attention(problem, plan, strides))
+        self._arguments: list[tuple[Any, int, int]] = []  # words, word, place
+        self._regions: list[tuple[Any, int, int]] = []  # words, word, offset
+        word = {field: i * _WORDS_OF_VIEW for i, field in enumerate(_VIEWS)}
+        for name in views:
+            field = FIELDS[problem.op][name]
+            if name in copies:
+                self._regions.append((attention.words, word[field], copies[name].offset))
+            else:
+                self._arguments.append((attention.words, word[field], place[name]))
+        for i, offset in enumerate((plan.statistics, plan.accumulator)):
+            if offset is not None:
+                self._regions.append((attention.words, _STATISTICS_WORD + i, offset))
+
+        self._keep: list[Any] = [attention]
+        self._maps: list[tuple[Any, int, Any, int, _MapSource]] = []
+        self._launches: list[tuple[Any, int, int, int, str]] = []  # config words, config, kernel, parameters, name
+        fields = {FIELDS[problem.op][name]: name for name in views}
+        for copy in plan.copies_in:
+            self._add(copy.launch, [self._copy_parameters(problem, views, copy, place, gather=True)])
+        for launch in plan.launches:
+            parameters = [attention.address]
+            if launch.maps:
+                parameters.append(self._map_parameters(problem, launch, attention, fields, word, strides))
+            self._add(launch, parameters)
+        for copy in plan.copies_out:
+            self._add(copy.launch, [self._copy_parameters(problem, views, copy, place, gather=False)])
+
+    def _copy_parameters(
+        self, problem: Problem, views: Mapping[str, View], copy: planning.Copy, place: Mapping[str, int], gather: bool
+    ) -> int:
+        shape = problem.shape(copy.name)
+        own, padded = views[copy.name].strides, copy.strides(shape)
+        sides = ((0, *own[:3]), (0, *padded))
+        source_side, result_side = sides if gather else sides[::-1]
+        content = _COPY.pack(*source_side, *result_side, own[3], shape[1], shape[2], shape[3], copy.width)
+        buffer = _Buffer(content)
+        self._keep.append(buffer)
+        caller, ours = (0, _WORDS_OF_VIEW) if gather else (_WORDS_OF_VIEW, 0)
+        self._arguments.append((buffer.words, caller, place[copy.name]))
+        self._regions.append((buffer.words, ours, copy.offset))
+        return buffer.address
+
+    def _map_parameters(
+        self,
+        problem: Problem,
+        launch: Launch,
+        attention: _Buffer,
+        fields: Mapping[str, str],
+        word: Mapping[str, int],
+        strides: Mapping[str, tuple[int, int, int]],
+    ) -> int:
+        """Row coordinate 0 of a map is the first row that may be read: rows before it are outside and read as zeros."""
+        buffer = _Buffer(bytes(_MAP_BYTES * len(launch.maps)))
+        self._keep.append(buffer)
+        for i, tensor_map in enumerate(launch.maps):
+            name = fields.get(tensor_map.field)
+            if name is None:
+                continue
+            axes, shape = AXES[name], problem.shape(name)
+            first = problem.first_query if axes[2] == "M" else problem.first_key
+            batch, head, row = strides[tensor_map.field]
+            # The stride of an axis of one entry is never used, but it is checked.
+            legal = (
+                batch if shape[0] > 1 else 8 * shape[3],
+                head if shape[1] > 1 else 8 * shape[3],
+                row if shape[2] > 1 else 8 * shape[3],
+            )
+            width = -(-shape[3] // 8) * 8
+            source_of_map = _MapSource(
+                word[tensor_map.field], 2 * first * row, (shape[0], shape[1], shape[2] - first, width), legal,
+                tensor_map.rows, problem.dtype == "bfloat16",
+            )  # fmt: skip
+            self._maps.append((buffer.bytes, i * _MAP_BYTES, attention.words, source_of_map.slot, source_of_map))
+        return buffer.address
+
+    def _add(self, launch: Launch, parameters: list[int]) -> None:
+        pointers = (ctypes.c_void_p * len(parameters))(*parameters)
+        config = LaunchConfig()
+        config.blocks[:] = (launch.blocks, 1, 1)
+        config.threads[:] = (launch.specialisation.threads, 1, 1)
+        config.shared_bytes = launch.specialisation.shared_bytes
+        words = memoryview(config).cast("B").cast("Q")
+        self._keep += [pointers, config]
+        kernel = _load(launch.specialisation, self._index)
+        address = ctypes.addressof(config)
+        self._launches.append((words, address, kernel, ctypes.addressof(pointers), str(launch.specialisation)))
+
+    def run(self, pointers: list[int], base: int, stream: int) -> None:
+        cuda = driver()
+        launch = cuda.launch
+        pushed = cuda.current_context() != self._context
+        with self.lock:  # the buffers are shared by the threads that call this recipe
+            for words, word, place in self._arguments:
+                words[word] = pointers[place]
+            for words, word, offset in self._regions:
+                words[word] = base + offset
+            for to, start, words, word, source_of_map in self._maps:
+                to[start : start + _MAP_BYTES] = source_of_map.encoded(words[word])
+            if pushed:
+                cuda.push_context(self._context)
+            try:
+                for words, config, kernel, parameters, name in self._launches:
+                    words[_STREAM_WORD] = stream
+                    code = launch(config, kernel, parameters, None)
+                    if code:
+                        raise DriverError(
+                            f"{name} could not be launched on device {self._index}: {cuda.describe(code)}. The driver "
+                            "also reports faults of earlier work here"
+                        )
+            finally:
+                if pushed:
+                    cuda.pop_context()
+
+
+_STREAM_WORD = LaunchConfig.stream.offset // 8
+_recipes: dict[Any, _Recipe] = {}
+_recipes_guard = threading.Lock()
+
+
+def execute(
+    problem: Problem,
+    inputs: Mapping[str, View | None],
+    outputs: Mapping[str, View | None],
+    workspace: Callable[[int], View],
+    stream: int,
+    device: int,
+) -> None:
+    """Launch everything a problem takes on a stream; return without waiting.
+
+    `inputs` and `outputs` are named as in problem.INPUTS and problem.OUTPUTS, in axis order (batch, head, row, width)
+    whatever the caller's layout; absent ones are None or missing. `workspace(nbytes)` gives device memory for use on
+    the stream, aligned to 16 bytes; it is called at most once.
+
+    Raises:
+        UnsupportedError: no tile fits the device, or the blocked engine serves this problem.
+        CompileError: on a first call, NVRTC is missing or refuses a kernel.
+        DriverError: the driver is missing or refuses a launch.
+    """
+    views = [
+        *map(inputs.get, INPUTS[problem.op]),
+        *map(outputs.get, OUTPUTS[problem.op]),
+    ]
+    pointers = [0 if view is None else view.pointer for view in views]
+    key = (
+        problem,
+        device,
+        os.environ.get(FAMILY_VARIABLE),
+        *[None if view is None else view.strides for view in views],
+        *[pointer & 15 for pointer in pointers],
+    )
+    recipe = _recipes.get(key)
+    if recipe is None:
+        recipe = _make_recipe(key, problem, views, device)
+    base = 0
+    if recipe.workspace:
+        base = workspace(recipe.workspace).pointer
+        if base & 15:
+            raise ValueError(f"workspace: expected an address that is a multiple of 16; got {base:#x}")
+    recipe.run(pointers, base, stream)
+
+
+def _make_recipe(key: Any, problem: Problem, views: list[View | None], device: int) -> _Recipe:
+    family = route(problem, driver().device(device))
+    if family == "blocked":
+        raise UnsupportedError(f"no kernel computes {problem.op} of this problem on device {device}; blocks do")
+    names = itertools.chain(INPUTS[problem.op], OUTPUTS[problem.op])
+    present = {name: view for name, view in zip(names, views, strict=True) if view is not None}
+    recipe = _Recipe(problem, family, present, device)
+    with _recipes_guard:
+        while len(_recipes) >= _RECIPES_KEPT:
+            _recipes.pop(next(iter(_recipes)))
+        return _recipes.setdefault(key, recipe)

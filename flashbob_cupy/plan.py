@@ -1,0 +1,503 @@
+"""Which kernels compute a problem on a device: tiles, macros, shared memory, grids, and the layout of the workspace.
+
+Pure: no CUDA, no arrays, nothing is compiled. `kernels.py` carries a plan out.
+
+Tiles are chosen from one table per kernel family, in order of preference: the first that fits the shared memory of the
+device is taken. The formula that says how much each kernel needs stands beside the table.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from flashbob_cupy.errors import UnsupportedError
+from flashbob_cupy.problem import AXES, INPUTS, OUTPUTS, Mask, Problem
+
+#: Forces a kernel family ("sm80", "sm90") or the blocked engine ("blocked"): for tests and benchmarks.
+FAMILY_VARIABLE = "FLASHBOB_FAMILY"
+FAMILIES = ("sm90", "sm80", "blocked")
+
+#: Where the kernels of `cuda/attention.cuh` find each argument and put each result.
+FIELDS: dict[str, dict[str, str]] = {
+    "forward": {"q": "q", "k": "k", "v": "v", "o": "out_o", "lse": "out_lse"},
+    "jvp": {name: name for name in INPUTS["jvp"]} | {"to": "out_o", "tlse": "out_lse"},
+    "backward": {name: name for name in INPUTS["backward"]} | {"do": "d", "dq": "out_q", "dk": "out_k", "dv": "out_v"},
+    "bob": {name: name for name in INPUTS["bob"]}
+    | {"do": "d", "gq": "out_q", "gk": "out_k", "gv": "out_v", "gdo": "out_o", "gdlse": "out_lse"},
+}
+
+_MAX_HEAD_DIM = 128
+_INT_MAX = 2**31 - 1
+_ALIGNMENT = 256  # of every region of the workspace
+
+
+# ---- devices -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What planning needs to know of a GPU. `arch` is the name its code is compiled for, "" where no kernel runs."""
+
+    arch: str
+    capability: tuple[int, int]
+    shared_limit: int
+    multiprocessors: int
+
+
+_ARCHES = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 7): "sm_87",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100a",
+    (12, 0): "sm_120a",
+}
+
+#: The architectures that kernels are compiled for ahead of time: the most shared memory a block may have on each.
+SHARED_LIMITS = {
+    "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
+    "sm_89": 99 << 10,
+    "sm_90a": 227 << 10,
+    "sm_100a": 227 << 10,
+    "sm_120a": 99 << 10,
+}
+
+
+def arch_for(capability: tuple[int, int]) -> str:
+    """The architecture name to compile for; "" below compute capability 8.0, which no kernel serves.
+
+    Code for X.y runs on every X.z with z >= y unless the name ends in "a", so an unlisted minor version takes the
+    nearest listed one below it, without the "a". Nothing runs across major versions: an unlisted one is named exactly,
+    and the compiler says whether it knows it.
+    """
+    if capability < (8, 0):
+        return ""
+    if capability in _ARCHES:
+        return _ARCHES[capability]
+    major, minor = capability
+    below = [known for known in _ARCHES if known[0] == major and known[1] < minor]
+    return _ARCHES[max(below)].rstrip("a") if below else f"sm_{major}{minor}"
+
+
+def typical_device(arch: str) -> Device:
+    """A device of the given architecture, for compiling ahead of time."""
+    if arch not in SHARED_LIMITS:
+        raise ValueError(f"arch: expected one of {', '.join(SHARED_LIMITS)}; got {arch!r}")
+    capability = next(known for known, name in _ARCHES.items() if name == arch)
+    return Device(arch, capability, SHARED_LIMITS[arch], 128)
+
+
+# ---- tiles ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The tile of one CTA: QUERIES x KEYS, the depth of its pipeline, and how many warps work on it."""
+
+    QUERIES: int
+    KEYS: int
+    STAGES: int
+    WARPS: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """How a kernel is planned: its tiles by head dimension, in order of preference, and the shared memory of each.
+
+    `tiles` maps the largest head dimension served to the tiles to try; `shared(tile, D, Dv, fused)` is in bytes.
+    `by_rows`: one CTA per tile of queries and query head; otherwise one per tile of keys and key head.
+    `maps`: the tensor maps the kernel takes as its second parameter, in order, each with the rows of its box in terms
+    of the tile ("QUERIES" or "KEYS").
+    """
+
+    tiles: Mapping[int, tuple[Tile, ...]]
+    shared: Callable[[Tile, int, int, int], int]
+    by_rows: bool
+    maps: tuple[tuple[str, str], ...] = ()
+
+    def choose(self, device: Device, D: int, Dv: int, fused: int, name: str) -> Tile:
+        width = next(width for width in sorted(self.tiles) if width >= max(D, Dv))
+        for tile in self.tiles[width]:
+            if self.shared(tile, D, Dv, fused) <= device.shared_limit:
+                return tile
+        least = min(self.shared(tile, D, Dv, fused) for tile in self.tiles[width])
+        raise UnsupportedError(
+            f"{name} with head dimensions {D} and {Dv} needs {least} bytes of shared memory per block; this device "
+            f"offers {device.shared_limit}. Set {FAMILY_VARIABLE}=blocked to compute in blocks of array code instead."
+        )
+
+
+def _panels(width: int) -> int:
+    """Shared-memory tiles are made of panels of 64 columns."""
+    return -(-width // 64) * 64
+
+
+def _row_bytes(queries: tuple[int, int], keys: tuple[int, int]) -> Callable[[Tile, int, int, int], int]:
+    """A row kernel holds a tile of query-side rows and streams tiles of key-side rows.
+
+    `queries` and `keys` count the arrays of width D and of width Dv on each side.
+    """
+
+    def shared(t: Tile, D: int, Dv: int, fused: int) -> int:
+        held = queries[0] * _panels(D) + queries[1] * _panels(Dv)
+        streamed = keys[0] * _panels(D) + keys[1] * _panels(Dv)
+        return 2 * (t.QUERIES * held + t.STAGES * t.KEYS * streamed)
+
+    return shared
+
+
+def _column_bytes(keys: tuple[int, int], queries: tuple[int, int], handed: int) -> Callable[[Tile, int, int, int], int]:
+    """A column kernel holds a tile of key-side rows and streams query-side rows with their statistics.
+
+    When it is fused it also hands `handed` tiles of scores to the product that makes the gradient of Q.
+    """
+
+    def shared(t: Tile, D: int, Dv: int, fused: int) -> int:
+        held = keys[0] * _panels(D) + keys[1] * _panels(Dv)
+        streamed = queries[0] * _panels(D) + queries[1] * _panels(Dv)
+        scores = fused * handed * t.KEYS * _panels(t.QUERIES)
+        return 2 * (t.KEYS * held + scores) + t.STAGES * t.QUERIES * (2 * streamed + 16)
+
+    return shared
+
+
+# mma.sync. Row kernels: 16 queries per warp. Column kernels: 16 keys per warp.
+_SM80 = {
+    "forward": Kernel(
+        {
+            64: (Tile(128, 64, 2, 8),),
+            128: (Tile(128, 64, 2, 8), Tile(128, 32, 2, 8), Tile(64, 64, 2, 4)),
+        },
+        _row_bytes(queries=(1, 0), keys=(1, 1)),
+        by_rows=True,
+    ),
+    "bob_rows": Kernel(
+        {
+            64: (Tile(128, 64, 2, 8),),
+            128: (Tile(128, 64, 2, 8), Tile(128, 32, 2, 8), Tile(64, 32, 2, 4)),
+        },
+        _row_bytes(queries=(2, 0), keys=(2, 2)),
+        by_rows=True,
+    ),
+    "bob_queries": Kernel(
+        {
+            64: (Tile(128, 64, 2, 8), Tile(64, 64, 2, 4)),
+            128: (Tile(64, 64, 2, 4), Tile(64, 32, 2, 4), Tile(64, 32, 1, 4)),
+        },
+        _row_bytes(queries=(2, 1), keys=(2, 2)),
+        by_rows=True,
+    ),
+    "backward_rows": Kernel(
+        {
+            64: (Tile(128, 64, 2, 8),),
+            128: (Tile(128, 64, 2, 8), Tile(64, 64, 2, 4), Tile(64, 32, 2, 4)),
+        },
+        _row_bytes(queries=(1, 1), keys=(1, 1)),
+        by_rows=True,
+    ),
+    "backward_columns": Kernel(
+        {
+            64: (Tile(64, 128, 2, 8),),
+            128: (Tile(64, 128, 2, 8), Tile(64, 64, 1, 4), Tile(32, 64, 2, 4)),
+        },
+        _column_bytes(keys=(1, 1), queries=(1, 1), handed=1),
+        by_rows=False,
+    ),
+    "bob_columns": Kernel(
+        {
+            64: (Tile(64, 128, 2, 8), Tile(64, 64, 1, 4)),
+            128: (Tile(64, 128, 1, 8), Tile(64, 64, 1, 4), Tile(16, 64, 1, 4)),
+        },
+        _column_bytes(keys=(2, 2), queries=(2, 1), handed=2),
+        by_rows=False,
+    ),
+}
+
+_SM90: dict[str, Kernel] = {}
+
+TABLES: dict[str, dict[str, Kernel]] = {"sm80": _SM80, "sm90": _SM90}
+
+# Head dimensions are rounded up to one of these: each value is a set of specialisations to compile.
+HEAD_DIMS = {"sm80": (16, 32, 48, 64, 80, 96, 112, 128), "sm90": (64, 128)}
+
+
+def _kernels_of(op: str, deterministic: bool) -> tuple[str, ...]:
+    """The tiled kernels an operation launches, in order."""
+    if op == "forward":
+        return ("forward",)
+    if op == "jvp":
+        return ("bob_rows",)
+    if op == "backward":
+        return ("backward_columns", "backward_rows") if deterministic else ("backward_columns",)
+    return ("bob_rows", "bob_columns", "bob_queries") if deterministic else ("bob_rows", "bob_columns")
+
+
+# ---- routing -------------------------------------------------------------------------------------------------------
+def _family_serves(family: str, problem: Problem, device: Device) -> bool:
+    if not device.arch or problem.dtype not in ("float16", "bfloat16") or max(problem.D, problem.Dv) > _MAX_HEAD_DIM:
+        return False
+    if family == "sm80":
+        return True
+    # A tensor map has at least one row.
+    empty = problem.first_query >= problem.M or problem.first_key >= problem.N
+    kernels = _kernels_of(problem.op, problem.deterministic)
+    return device.arch == "sm_90a" and not empty and all(name in _SM90 for name in kernels)
+
+
+def route(problem: Problem, device: Device) -> str:
+    """The engine that computes a problem: "sm90", "sm80" or "blocked".
+
+    The variable FLASHBOB_FAMILY names the family to try first; a problem that it cannot serve goes where it would go
+    without it, except that "blocked" serves every problem.
+    """
+    forced = os.environ.get(FAMILY_VARIABLE)
+    if forced:
+        if forced not in FAMILIES:
+            raise ValueError(f"{FAMILY_VARIABLE}: expected one of {', '.join(FAMILIES)}; got {forced!r}")
+        if forced == "blocked" or _family_serves(forced, problem, device):
+            return forced
+    return next((family for family in ("sm90", "sm80") if _family_serves(family, problem, device)), "blocked")
+
+
+def readable(family: str, shape: tuple[int, ...], strides: tuple[int, ...], pointer: int) -> bool:
+    """Whether a kernel may read or write a half-precision array of four axes in place; strides count elements.
+
+    Every load is 16 bytes. The sm90 family reads through tensor maps, which take no broadcast or reversed axis.
+    """
+    if strides[3] != 1 or shape[3] % 8 or pointer % 16:
+        return False
+    outer = [stride for size, stride in zip(shape[:3], strides[:3], strict=True) if size > 1]
+    if family == "sm90" and not all(0 < stride < 2**39 for stride in outer):
+        return False
+    return all(stride % 8 == 0 for stride in outer)
+
+
+# ---- plans ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Specialisation:
+    """One kernel compiled in one way. `family` is its folder in cuda/, "" for the kernels both families share."""
+
+    family: str
+    kernel: str
+    macros: tuple[tuple[str, int], ...]
+    threads: int
+    shared_bytes: int
+
+    @property
+    def path(self) -> str:
+        return f"{self.family}/{self.kernel}.cu" if self.family else f"{self.kernel}.cu"
+
+    def __str__(self) -> str:
+        return f"{self.path} " + " ".join(f"{name}={value}" for name, value in self.macros)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """A tensor map of a launch: the array by its name in `FIELDS`, and the rows of its box."""
+
+    field: str
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    specialisation: Specialisation
+    blocks: int
+    maps: tuple[TensorMap, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """An array that no kernel can use in place and its padded, contiguous copy in the workspace."""
+
+    name: str
+    offset: int
+    width: int
+    launch: Launch
+
+    def strides(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """Of the copy: batch, head, row."""
+        return shape[1] * shape[2] * self.width, shape[2] * self.width, self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that is launched for one problem on one device, in order, and the layout of the workspace in bytes.
+
+    `statistics` and `accumulator` are offsets, None where the problem has no use for them.
+    """
+
+    family: str
+    copies_in: tuple[Copy, ...]
+    launches: tuple[Launch, ...]
+    copies_out: tuple[Copy, ...]
+    workspace: int
+    statistics: int | None
+    accumulator: int | None
+    padded_queries: int
+    dim: int
+    value_dim: int
+
+    def specialisations(self) -> Iterator[Specialisation]:
+        for copy in self.copies_in + self.copies_out:
+            yield copy.launch.specialisation
+        for launch in self.launches:
+            yield launch.specialisation
+
+
+_COPY_THREADS = 256
+_STATISTICS_WARPS = 8
+_FINISH_THREADS = 256
+
+
+def _copy_launch(shape: tuple[int, ...], width: int, gather: int) -> Launch:
+    batches, heads, rows, _ = shape
+    per_head = -(-rows * (width // 8) // _COPY_THREADS)
+    macros = (("GATHER", gather), ("THREADS", _COPY_THREADS))
+    blocks = per_head * heads * batches
+    return Launch(Specialisation("", "copy_rows", macros, _COPY_THREADS, 0), _checked(blocks, "copy_rows"))
+
+
+def _checked(blocks: int, kernel: str) -> int:
+    if blocks > _INT_MAX:
+        raise UnsupportedError(
+            f"{kernel} would take {blocks} thread blocks; a launch holds at most {_INT_MAX}. Split the batch."
+        )
+    return blocks
+
+
+def plan(problem: Problem, device: Device, family: str, direct: frozenset[str]) -> Plan:
+    """The plan of a problem whose results are not all trivially zero (`Problem.vanishes`).
+
+    `direct` names the arguments and results that a kernel may read or write in place (see `readable`); every other
+    half-precision one is copied. Raises UnsupportedError where no tile fits the device or a size passes its limits.
+    """
+    p = problem
+    if max(p.M, p.N, p.Hq, p.B) > _INT_MAX // 2:
+        raise UnsupportedError(f"M, N, Hq and B may be at most {_INT_MAX // 2} each; got {p.M}, {p.N}, {p.Hq}, {p.B}")
+    mask = p.mask.within(p.M, p.N)
+    dim, value_dim = -(-p.D // 8) * 8, -(-p.Dv // 8) * 8
+    head_dim = next(d for d in HEAD_DIMS[family] if d >= p.D)
+    head_value_dim = next(d for d in HEAD_DIMS[family] if d >= p.Dv)
+    common = {
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": head_value_dim,
+        "BFLOAT16": int(p.dtype == "bfloat16"),
+        "MASK_LEFT": int(mask.left is not None),
+        "MASK_RIGHT": int(mask.right is not None),
+    }
+    cotangents = {"HAS_UQ": int(p.uq), "HAS_UK": int(p.uk), "HAS_UV": int(p.uv)}
+    fused = int(p.op in ("backward", "bob") and not p.deterministic)
+
+    tiled: list[Launch] = []
+    padded = -(-p.M // 16) * 16
+    for name in _kernels_of(p.op, p.deterministic):
+        kernel = TABLES[family][name]
+        tile = kernel.choose(device, head_dim, head_value_dim, fused, name)
+        macros = common | {"QUERIES": tile.QUERIES, "KEYS": tile.KEYS, "STAGES": tile.STAGES}
+        if name.startswith("bob"):
+            macros |= cotangents
+        if kernel.by_rows:
+            macros["WARPS"] = tile.WARPS
+        else:
+            macros["FUSED"] = fused
+        blocks = -(-p.M // tile.QUERIES) * p.Hq * p.B if kernel.by_rows else -(-p.N // tile.KEYS) * p.Hkv * p.B
+        maps = tuple(TensorMap(field, macros[rows]) for field, rows in kernel.maps)
+        shared = kernel.shared(tile, head_dim, head_value_dim, fused)
+        specialisation = Specialisation(family, name, tuple(sorted(macros.items())), 32 * tile.WARPS, shared)
+        tiled.append(Launch(specialisation, _checked(blocks, name), maps))
+        padded = max(padded, -(-p.M // tile.QUERIES) * tile.QUERIES)
+
+    layout = _Layout()
+    heads = p.B * p.Hq
+    statistics = layout.take(16 * heads * padded) if p.op in ("backward", "bob") else None
+    accumulator = layout.take(4 * heads * padded * head_dim) if fused else None
+    launches = tiled
+    if p.op == "backward":
+        macros = {name: common[name] for name in ("HEAD_DIM", "VALUE_DIM", "BFLOAT16")} | {"WARPS": _STATISTICS_WARPS}
+        rows = 32 * _STATISTICS_WARPS // (16 if head_value_dim > 64 else 8)
+        blocks = -(-padded // rows) * heads
+        launches = [_shared_launch("statistics", macros, 32 * _STATISTICS_WARPS, blocks), *launches]
+    if fused:
+        macros = {"HEAD_DIM": head_dim, "BFLOAT16": common["BFLOAT16"], "THREADS": _FINISH_THREADS}
+        per_head = -(-(padded // 16 * head_dim) // _FINISH_THREADS)
+        launches = [*launches, _shared_launch("finish_queries", macros, _FINISH_THREADS, per_head * heads)]
+
+    copies: dict[bool, list[Copy]] = {True: [], False: []}
+    for gather, names in ((True, INPUTS[p.op]), (False, OUTPUTS[p.op])):
+        for name in names:
+            present = name not in ("uq", "uk", "uv") or getattr(p, name)
+            if present and len(AXES[name]) == 4 and name not in direct:
+                shape = p.shape(name)
+                width = -(-shape[3] // 8) * 8
+                offset = layout.take(2 * shape[0] * shape[1] * shape[2] * width)
+                copies[gather].append(Copy(name, offset, width, _copy_launch(shape, width, int(gather))))
+    return Plan(
+        family=family,
+        copies_in=tuple(copies[True]),
+        launches=tuple(launches),
+        copies_out=tuple(copies[False]),
+        workspace=layout.size,
+        statistics=statistics,
+        accumulator=accumulator,
+        padded_queries=padded,
+        dim=dim,
+        value_dim=value_dim,
+    )
+
+
+def _shared_launch(kernel: str, macros: dict[str, int], threads: int, blocks: int) -> Launch:
+    return Launch(Specialisation("", kernel, tuple(sorted(macros.items())), threads, 0), _checked(blocks, kernel))
+
+
+class _Layout:
+    """Hands out aligned regions of the workspace."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def take(self, nbytes: int) -> int:
+        offset = self.size
+        self.size += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return offset
+
+
+# ---- what is compiled ahead of time --------------------------------------------------------------------------------
+def representative_problems() -> Iterator[Problem]:
+    """Problems whose plans together use every kernel, mask, option and kind of head dimension."""
+    causal, window, full = Mask(right=0), Mask(left=64, right=0), Mask()
+    every = {"uq": True, "uk": True, "uv": True}
+
+    def problem(op: str, D: int, Dv: int, dtype: str, mask: Mask, **options: bool) -> Problem:
+        return Problem(op, 2, 4, 2, 512, 512, D, Dv, dtype, mask, D**-0.5, **options)
+
+    for D in (64, 128):
+        for deterministic in (False, True):
+            yield problem("backward", D, D, "bfloat16", causal, deterministic=deterministic)
+            yield problem("bob", D, D, "bfloat16", causal, deterministic=deterministic, **every)
+        for op in ("forward", "backward", "bob", "jvp"):
+            cotangents = every if op in ("bob", "jvp") else {}
+            yield problem(op, D, D, "float16", full, **cotangents)
+            yield problem(op, D, D, "bfloat16", causal, **cotangents)
+    for op in ("forward", "backward", "bob"):
+        cotangents = every if op == "bob" else {}
+        yield problem(op, 64, 64, "bfloat16", window, **cotangents)
+        yield problem(op, 40, 40, "float16", causal, **cotangents)
+        yield problem(op, 64, 128, "bfloat16", causal, **cotangents)
+        yield problem(op, 128, 32, "float16", full, **cotangents)
+    for missing in every:
+        yield problem("bob", 64, 64, "bfloat16", causal, **{**every, missing: False})
+        yield problem("bob", 64, 64, "bfloat16", causal, deterministic=True, **{**every, missing: False})
+
+
+def specialisations(arch: str) -> tuple[Specialisation, ...]:
+    """The specialisations that `representative_problems` need on `arch`, in every family it runs, each once."""
+    device = typical_device(arch)
+    found: dict[Specialisation, None] = {}
+    for problem in representative_problems():
+        everything = frozenset(INPUTS[problem.op] + OUTPUTS[problem.op])
+        for family in ("sm80", "sm90"):
+            if _family_serves(family, problem, device):
+                for direct in (everything, frozenset[str]()):
+                    found.update(dict.fromkeys(plan(problem, device, family, direct).specialisations()))
+    return tuple(found)
