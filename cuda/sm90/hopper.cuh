@@ -38,7 +38,7 @@
 //   accumulator right after the wait that completes it, or arithmetic on it may be moved above the wait keep(fragments)
 //   names A fragments after the wait of the group that read them, or their registers may be reused before
 #pragma once
-#include "../ptx.cuh"
+#include "ptx.cuh"
 
 struct alignas(64) TensorMap {
     u64 w[16];

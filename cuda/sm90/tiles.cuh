@@ -13,7 +13,7 @@
 // which may be negative. Heads and batches are those of the array.
 #pragma once
 #include "hopper.cuh"
-#include "../mask.cuh"
+#include "mask.cuh"
 
 static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM >= 16 && HEAD_DIM <= 128,
               "HEAD_DIM is D rounded up to a multiple of 16, at most 128");
@@ -49,19 +49,19 @@ DEVICE float row_sum(float x) {
 // ---- pipeline ------------------------------------------------------------------------------------------------------
 // A ring of stages with a `full` and an `empty` barrier each, eight bytes apart. The reader's first phase is 0; the
 // writer starts a phase ahead: all is empty.
-template <int STAGES>
+template <int DEPTH>
 struct Ring {
     u32 full, empty, stage = 0, phase = 0;
-    DEVICE explicit Ring(u32 barriers) : full(barriers), empty(barriers + 8 * STAGES) {}
-    static constexpr u32 BYTES = 16 * STAGES;
+    DEVICE explicit Ring(u32 barriers) : full(barriers), empty(barriers + 8 * DEPTH) {}
+    static constexpr u32 BYTES = 16 * DEPTH;
     DEVICE void init(u32 readers) const {
-        for (int s = 0; s < STAGES; s++) {
+        for (int s = 0; s < DEPTH; s++) {
             barrier_init(full + 8 * s, 1);
             barrier_init(empty + 8 * s, readers);
         }
     }
     DEVICE void advance() {
-        if (++stage == STAGES) {
+        if (++stage == DEPTH) {
             stage = 0;
             phase ^= 1;
         }

@@ -1,0 +1,244 @@
+// Row pass of the double backward, which is also the Jacobian-vector product of the forward (5 products):
+//     S = τQKᵀ, F = τ(UQ Kᵀ + Q UKᵀ), P = exp(S - L), α = Σ_j P∘F
+//     gdO = (P∘F) V + P UV - α O                      -> out_o
+//     α                                               -> out_lse, where wanted
+//     L·log2 e, D = dO·O - dL, α, ε = dO·gdO          -> statistics, the only numbers the column pass needs from here
+// A CTA owns QUERIES queries of one head, 64 a warpgroup. Q and UQ stay in shared memory; (K, UK) and (V, UV) stream
+// past on two rings, last keys first. The loop issues the scores of one tile, then the second products of the tile
+// before it, whose A fragments come straight from accumulators: the element-wise work on the scores runs under those
+// products, and the two warpgroups fill each other's gaps. Meanwhile the idle warps zero the rows of the fp32
+// accumulator that the column pass adds gQ to.
+#include "tiles.cuh"
+
+constexpr bool TANGENT = HAS_UQ || HAS_UK;
+static_assert(TANGENT || HAS_UV, "with no cotangent every result is zero and nothing is to be launched");
+static_assert(QUERIES % 64 == 0 && KEYS % 16 == 0, "64 queries a warpgroup, 16 keys an A fragment");
+
+constexpr int WARPGROUPS = QUERIES / 64, MATH_THREADS = 128 * WARPGROUPS, THREADS = MATH_THREADS + 128;
+constexpr int MATH_REGISTERS = WARPGROUPS == 2 ? 240 : 160, LOAD_REGISTERS = WARPGROUPS == 2 ? 24 : 32;
+constexpr u32 Q_BYTES = tile_bytes(QUERIES, HEAD_DIM), K_BYTES = tile_bytes(KEYS, HEAD_DIM),
+              V_BYTES = tile_bytes(KEYS, VALUE_DIM);
+// Shared memory: Q, UQ, then STAGES of K, UK, V, UV, then the barriers.
+constexpr u32 K_RING = 2 * Q_BYTES, V_RING = K_RING + STAGES * 2 * K_BYTES, BARRIERS = V_RING + STAGES * 2 * V_BYTES;
+
+struct Maps {
+    TensorMap q, uq, k, uk, v, uv;
+};
+
+// Two groups: S; then F.
+DEVICE void issue_scores(float (&s)[KEYS / 2], float (&f)[KEYS / 2], u32 q, u32 k) {
+    wgmma_fence();
+    score_into<HEAD_DIM, QUERIES>(s, q, k, false);
+    wgmma_commit();
+    if (HAS_UQ)
+        score_into<HEAD_DIM, QUERIES>(f, q + Q_BYTES, k, false);
+    if (HAS_UK)
+        score_into<HEAD_DIM, QUERIES>(f, q, k + K_BYTES, HAS_UQ);
+    wgmma_commit();
+}
+// One group.
+DEVICE void issue_values(float (&acc)[VALUE_DIM / 2], const u32 (&p)[KEYS / 16][4], const u32 (&pf)[KEYS / 16][4],
+                         u32 v) {
+    wgmma_fence();
+    if (TANGENT)
+        gather(acc, pf, v);
+    if (HAS_UV)
+        gather(acc, p, v + V_BYTES);
+    wgmma_commit();
+}
+
+struct Rows {
+    Band band;
+    float tau, l2[2]; // of rows `row` and row + 8
+    int first, row;   // first row of the warpgroup; this thread's
+
+    // S -> P, of the keys from n on.
+    DEVICE void exponential(float (&s)[KEYS / 2], int n) const {
+        float c = tau * LOG2E;
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; i++)
+            s[i] = exp2_approx(s[i] * c - l2[i / 2 % 2]);
+        if (!band.inside(first, 64, n, KEYS)) {
+#pragma unroll
+            for (int i = 0; i < KEYS / 2; i++)
+                if (!band.sees(row + i / 2 % 2 * 8, n + i / 4 * 8 + lane_id() % 4 * 2 + i % 2))
+                    s[i] = 0.f;
+        }
+    }
+    // F -> P∘F.
+    DEVICE void tangent(const float (&s)[KEYS / 2], float (&f)[KEYS / 2], float (&alpha)[2]) const {
+        if (TANGENT) {
+#pragma unroll
+            for (int i = 0; i < KEYS / 2; i++) {
+                f[i] *= s[i] * tau;
+                alpha[i / 2 % 2] += f[i];
+            }
+        }
+    }
+};
+
+DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ks, Ring<STAGES> vs, u32 q_full,
+                 Place here, int m, int n, int tiles) {
+    int key_head = here.head / a.group;
+    barrier_expect(q_full, HAS_UQ ? 2 * Q_BYTES : Q_BYTES);
+    load_tile<QUERIES, HEAD_DIM>(base, maps.q, q_full, m - a.first_query, here.head, here.batch);
+    if (HAS_UQ)
+        load_tile<QUERIES, HEAD_DIM>(base + Q_BYTES, maps.uq, q_full, m - a.first_query, here.head, here.batch);
+#pragma unroll 1 // few registers
+    for (int t = 0; t < tiles; t++, n -= KEYS) {
+        u32 k = base + K_RING + ks.stage * 2 * K_BYTES, v = base + V_RING + vs.stage * 2 * V_BYTES;
+        u32 full = ks.fill(HAS_UK ? 2 * K_BYTES : K_BYTES);
+        load_tile<KEYS, HEAD_DIM>(k, maps.k, full, n - a.first_key, key_head, here.batch);
+        if (HAS_UK)
+            load_tile<KEYS, HEAD_DIM>(k + K_BYTES, maps.uk, full, n - a.first_key, key_head, here.batch);
+        full = vs.fill(TANGENT && HAS_UV ? 2 * V_BYTES : V_BYTES);
+        if (TANGENT)
+            load_tile<KEYS, VALUE_DIM>(v, maps.v, full, n - a.first_key, key_head, here.batch);
+        if (HAS_UV)
+            load_tile<KEYS, VALUE_DIM>(v + V_BYTES, maps.uv, full, n - a.first_key, key_head, here.batch);
+        ks.advance();
+        vs.advance();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    bob_rows(const __grid_constant__ Attention a, const __grid_constant__ Maps maps) {
+    u32 base = shared_base(), q_full = base + BARRIERS;
+    Ring<STAGES> ks(q_full + 8), vs(q_full + 8 + Ring<STAGES>::BYTES);
+    if (threadIdx.x == 0) {
+        barrier_init(q_full, 1);
+        ks.init(4 * WARPGROUPS);
+        vs.init(4 * WARPGROUPS);
+        barrier_init_fence();
+    }
+    sync_threads();
+
+    int query_tiles = (a.queries + QUERIES - 1) / QUERIES;
+    Place here = place(query_tiles, a.query_heads, a.batches, i64(a.keys) * (4 * HEAD_DIM + 4 * VALUE_DIM) / a.group);
+    int m = (MASK_RIGHT ? query_tiles - 1 - here.tile : here.tile) * QUERIES;
+    bool last = m + QUERIES >= a.queries;
+    i64 line = i64(here.batch) * a.query_heads + here.head;
+    Band band(a);
+    Range range = band.keys_of(m, QUERIES);
+    int tiles = range.end > range.begin ? (range.end - range.begin + KEYS - 1) / KEYS : 0;
+    int n = range.begin + (tiles - 1) * KEYS;
+
+    if (threadIdx.x >= MATH_THREADS) {
+        registers_shrink<LOAD_REGISTERS>();
+        if (threadIdx.x == MATH_THREADS) {
+            load(a, maps, base, ks, vs, q_full, here, m, n, tiles);
+        } else if (threadIdx.x >= MATH_THREADS + 32 && a.accumulator) {
+            float4* rows = reinterpret_cast<float4*>(a.accumulator + (line * a.padded_queries + m) * ACCUMULATOR_DIM);
+            int count = (last ? a.padded_queries - m : QUERIES) * (ACCUMULATOR_DIM / 4);
+#pragma unroll 4
+            for (int i = threadIdx.x - MATH_THREADS - 32; i < count; i += 96)
+                rows[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+        return;
+    }
+
+    registers_grow<MATH_REGISTERS>();
+    int first = m + warpgroup_id() * 64, row = first + warp_id() * 16 + lane_id() / 4;
+    Rows rows = {band, a.scale, {}, first, row};
+    float alpha[2] = {0.f, 0.f}, acc[VALUE_DIM / 2];
+    clear(acc);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        bool real = row + 8 * h >= a.first_query && row + 8 * h < a.queries;
+        float l = real ? *at<const float>(a.lse, here.batch, here.head, row + 8 * h) * LOG2E : INFINITY_F;
+        rows.l2[h] = l == -INFINITY_F ? INFINITY_F : l; // no key: P must be 0
+    }
+
+    if (tiles > 0) {
+        u32 q = base + warpgroup_id() * 8192;
+        float s[KEYS / 2], f[KEYS / 2];
+        u32 p[KEYS / 16][4], pf[KEYS / 16][4];
+        barrier_wait(q_full, 0);
+        ks.wait();
+        issue_scores(s, f, q, base + K_RING);
+        wgmma_wait<1>();
+        settle(s);
+        rows.exponential(s, n);
+        wgmma_wait<0>();
+        settle(f);
+        ks.release();
+        ks.advance();
+        rows.tangent(s, f, alpha);
+        to_fragments(p, s);
+        to_fragments(pf, f);
+        for (int t = 1; t < tiles; t++) {
+            n -= KEYS;
+            ks.wait();
+            issue_scores(s, f, q, base + K_RING + ks.stage * 2 * K_BYTES);
+            vs.wait();
+            issue_values(acc, p, pf, base + V_RING + vs.stage * 2 * V_BYTES);
+            wgmma_wait<2>();
+            settle(s);
+            rows.exponential(s, n);
+            wgmma_wait<1>();
+            settle(f);
+            ks.release();
+            ks.advance();
+            rows.tangent(s, f, alpha);
+            wgmma_wait<0>();
+            settle(acc);
+            keep(p);
+            keep(pf);
+            vs.release();
+            vs.advance();
+            to_fragments(p, s);
+            to_fragments(pf, f);
+        }
+        vs.wait();
+        issue_values(acc, p, pf, base + V_RING + vs.stage * 2 * V_BYTES);
+        wgmma_wait<0>();
+        settle(acc);
+        keep(p);
+        keep(pf);
+    }
+
+    float* statistics = reinterpret_cast<float*>(a.statistics + line * a.padded_queries);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        int r = row + 8 * h;
+        bool real = r >= a.first_query && r < a.queries;
+        alpha[h] = row_sum(alpha[h]);
+        float delta = 0.f, epsilon = 0.f;
+        if (r < a.queries) {
+            const u16* o = at<const u16>(a.o, here.batch, here.head, r) + lane_id() % 4 * 2;
+            const u16* d = at<const u16>(a.d, here.batch, here.head, r) + lane_id() % 4 * 2;
+            u16* out = at<u16>(a.out_o, here.batch, here.head, r) + lane_id() % 4 * 2;
+#pragma unroll
+            for (int b = 0; b < VALUE_DIM / 8; b++) {
+                if (8 * b >= a.value_dim)
+                    break;
+                float2 x = make_float2(0.f, 0.f);
+                if (real) {
+                    float2 value = unpack(*reinterpret_cast<const u32*>(o + 8 * b));
+                    x.x = acc[4 * b + 2 * h] - alpha[h] * value.x;
+                    x.y = acc[4 * b + 2 * h + 1] - alpha[h] * value.y;
+                    if (a.d.data) {
+                        float2 cotangent = unpack(*reinterpret_cast<const u32*>(d + 8 * b));
+                        delta += cotangent.x * value.x + cotangent.y * value.y;
+                        epsilon += cotangent.x * x.x + cotangent.y * x.y;
+                    }
+                }
+                *reinterpret_cast<u32*>(out + 8 * b) = pack(x.x, x.y);
+            }
+        }
+        delta = row_sum(delta);
+        epsilon = row_sum(epsilon);
+        if (lane_id() % 4 == 0) {
+            if (a.out_lse.data && r < a.queries)
+                *at<float>(a.out_lse, here.batch, here.head, r) = alpha[h];
+            if (a.statistics && r < a.padded_queries) {
+                if (real && a.dlse.data)
+                    delta -= *at<const float>(a.dlse, here.batch, here.head, r);
+                store_statistics(statistics, r, rows.l2[h], delta, alpha[h], epsilon);
+            }
+        }
+    }
+    if (a.statistics && last) // other kernels' tiles may reach further than this one's
+        for (int r = m + QUERIES + threadIdx.x; r < a.padded_queries; r += MATH_THREADS)
+            store_statistics(statistics, r, INFINITY_F, 0.f, 0.f, 0.f);
+}
