@@ -7,7 +7,11 @@ failed, 2 usage, 3 no usable GPU where one was asked for.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,7 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from flashbob_cupy import __version__
-from flashbob_cupy.plan import SHARED_LIMITS
+from flashbob_cupy.errors import CompileError
+from flashbob_cupy.kernels import cache_dir
+from flashbob_cupy.plan import SHARED_LIMITS, Specialisation, specialisations
 
 if TYPE_CHECKING:
     from flashbob_cupy.check import Result
@@ -57,6 +63,16 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return text in ("", "-")
     return True
+
+
+@contextmanager
+def progress(length: int, label: str) -> Iterator[Callable[[], None]]:
+    """A progress bar on stderr where that is a terminal, else nothing; gives the function that advances it."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    with click.progressbar(length=length, label=label, file=sys.stderr) as bar:
+        yield lambda: bar.update(1)
 
 
 def gpu_or_stop() -> None:
@@ -189,13 +205,11 @@ def check(
 def _run_grid(cases: Sequence[Any], engines: Sequence[Any]) -> list[Result]:
     from flashbob_cupy import check as checks
 
-    stderr = click.get_text_stream("stderr")
     results: list[Result] = []
-    # A bar that is hidden still prints its label.
-    with click.progressbar(length=len(cases), label="checking", file=stderr, hidden=not stderr.isatty()) as bar:
+    with progress(len(cases), "checking") as advance:
         for number, case in enumerate(cases):
             results += checks.run_case(case, number, engines)
-            bar.update(1)
+            advance()
     return results
 
 
@@ -292,29 +306,68 @@ arch_option = click.option(
 @arch_option
 @json_option
 def list_kernels(archs: tuple[str, ...], as_json: bool) -> None:
-    """List the kernel specialisations that the library may ask for."""
-    from flashbob_cupy import kernels as library
-
-    rows = [
-        {"arch": arch, "name": spec.name, "describe": spec.describe}
-        for arch in archs or SHARED_LIMITS
-        for spec in library.specialisations(arch)
-    ]
+    """List the specialisations that are compiled ahead of time; others are compiled when first used."""
+    rows = [{"arch": arch, "kernel": str(spec)} for arch in archs or SHARED_LIMITS for spec in specialisations(arch)]
     if as_json:
         write_json({"version": __version__, "kernels": rows})
     else:
-        write_table(("arch", "name", "what"), ((row["arch"], row["name"], row["describe"]) for row in rows))
+        write_table(("arch", "kernel"), ((row["arch"], row["kernel"]) for row in rows))
 
 
 @kernels.command("compile")
 @arch_option
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes to compile in.")
+@click.option("--no-cache", is_flag=True, help="Compile again what is in the disk cache, and keep nothing.")
 @json_option
-def compile_kernels(archs: tuple[str, ...], jobs: int, as_json: bool) -> None:
-    """Compile every specialisation into the disk cache; show registers, spills and shared memory.
+def compile_kernels(archs: tuple[str, ...], jobs: int, no_cache: bool, as_json: bool) -> None:
+    """Compile kernels into the disk cache; report registers, spills and shared memory.
 
-    Exits with 1 if a kernel does not compile or spills registers.
+    Exits with 1 if a kernel does not compile, spills registers, uses local memory or has a warning of the compiler. A
+    kernel found in the cache has no report: see --no-cache.
     """
+    work = [(spec, arch, not no_cache) for arch in archs or SHARED_LIMITS for spec in specialisations(arch)]
+    rows = []
+    with ExitStack() as stack:
+        results: Iterable[dict[str, Any]] = map(_compile, work)
+        if jobs > 1:
+            # Workers start from nothing: a fork of this process would share the state of the compiler library.
+            pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+            results = stack.enter_context(pool).map(_compile, work)
+        with progress(len(work), "compiling") as advance:
+            for row in results:
+                rows.append(row)
+                advance()
+    failures = [row for row in rows if row["problem"]]
+    if as_json:
+        write_json({"version": __version__, "passed": not failures, "kernels": rows})
+    else:
+        fields = ("arch", "registers", "spill_bytes", "stack_bytes", "shared_bytes", "state", "kernel")
+        write_table(fields, (["-" if row[field] is None else str(row[field]) for field in fields] for row in rows))
+        click.echo(f"{len(rows) - len(failures)} of {len(rows)} kernels compiled, with no spill and no warning")
+    for row in failures:
+        message(f"{row['arch']} {row['kernel']}: {row['problem']}")
+    if failures:
+        raise SystemExit(FAILED)
+
+
+def _compile(work: tuple[Specialisation, str, bool]) -> dict[str, Any]:
+    """One row of the report; `problem` is empty if the kernel is as it should be."""
+    from flashbob_cupy import kernels as library
+
+    spec, arch, cached = work
+    row: dict[str, Any] = {"arch": arch, "kernel": str(spec), "registers": None, "spill_bytes": None}
+    row |= {"stack_bytes": None, "shared_bytes": spec.shared_bytes, "state": "cached", "problem": ""}
+    try:
+        found = library.compile(spec, arch, cached=cached).resources
+    except CompileError as error:
+        return row | {"state": "FAILED", "problem": str(error)}
+    if found is None:
+        return row
+    problems = [f"{found.spill_bytes} bytes spilled"] if found.spill_bytes else []
+    problems += [f"{found.stack_bytes} bytes of local memory"] if found.stack_bytes else []
+    row |= {name: getattr(found, name) for name in ("registers", "spill_bytes", "stack_bytes")}
+    problem = "; ".join([*problems, *found.warnings])
+    return row | {"state": "FAILED" if problem else "compiled", "problem": problem}
 
 
 @main.group()
@@ -325,6 +378,33 @@ def cache() -> None:
 @cache.command("path")
 def cache_path() -> None:
     """Print the folder of the cache."""
-    from flashbob_cupy import kernels as library
+    click.echo(cache_dir())
 
-    click.echo(library.cache_dir())
+
+@cache.command("info")
+@json_option
+def cache_info(as_json: bool) -> None:
+    """Show the folder of the cache, and how much it holds."""
+    files = [path.stat().st_size for path in cache_dir().rglob("*") if path.is_file()]
+    document = {"path": str(cache_dir()), "files": len(files), "bytes": sum(files)}
+    if as_json:
+        write_json(document)
+    else:
+        click.echo(f"{document['path']}: {len(files)} files, {sum(files) / 2**20:.1f} MiB")
+
+
+@cache.command("clear")
+def cache_clear() -> None:
+    """Remove every compiled kernel from the cache."""
+    folder = cache_dir()
+    if not folder.exists():
+        click.echo(f"{folder} does not exist")
+        return
+    try:
+        from cuda.core.utils import FileStreamProgramCache
+    except ImportError:
+        stop(f"the cache is written and cleared by cuda-core, which is not installed. Remove {folder} by hand", FAILED)
+    # Only what cuda-core wrote is removed: FLASHBOB_CACHE_DIR may name a folder that holds other files.
+    with FileStreamProgramCache(folder) as stored:
+        stored.clear()
+    click.echo(f"{folder} is empty")

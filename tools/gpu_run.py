@@ -99,7 +99,7 @@ def cases() -> Iterator[Any]:
             yield bench.Case(op, 4, 12, 12, N, N, D, D, "bfloat16", causal=True, deterministic=deterministic)
 
 
-def run_benchmark(families: list[str], memory_bytes: int, limit_s: float) -> tuple[list[dict[str, object]], list[str]]:
+def run_benchmark(memory_bytes: int, limit_s: float) -> tuple[list[dict[str, object]], list[str]]:
     """Measure every case on every family and every peer that can run it, until `limit_s` seconds have passed.
 
     Returns the measurements, and one line for each measurement of the library that could not be taken.
