@@ -11,16 +11,22 @@ query heads of each group, folded into the rows, so K and V are never expanded a
 matrix product. Nothing of size M × N exists; scratch stays under `scratch_bytes`, which must hold at least three
 numbers per query of one group and one smallest tile.
 
-On a CPU the units are spread over threads (NumPy releases the interpreter lock). Within a unit the order of every sum
-is fixed, so results do not depend on timing.
+On a CPU the units are spread over as many threads as NumPy's OpenBLAS has (NumPy releases the interpreter lock), and
+OpenBLAS is held to one thread meanwhile: its own threads only divide products, and stall when several callers compete
+for them. With another BLAS the units run one after the other. Within a unit the order of every sum is fixed, so
+results do not depend on timing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import math
 import os
 import queue
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -211,7 +217,7 @@ def _plan(problem: Problem, on_gpu: bool, scratch: int) -> _Plan:
     group = min(p.group, max(1, block // queries))
     keys = min(N, max(block, tile // (group * queries)))
     heads = min(pairs, max(1, tile // (group * queries * keys)))
-    workers = 1 if on_gpu else max(1, min(pairs, len(os.sched_getaffinity(0))))
+    workers = 1 if on_gpu else min(-(-pairs // heads), _BLAS.threads())
 
     # gq needs a float32 accumulator of its own only when the result cannot hold one.
     accumulator = p.group * p.M * p.D * size if p.dtype in ("float16", "bfloat16") else 0
@@ -276,7 +282,7 @@ def _execute(
     plan = _plan(problem, xp is not np, _scratch(scratch_bytes))
     units = _units(problem, plan.heads)
     arrays = {name: _grouped(problem, name, x) for name, x in {**given, **results}.items()}
-    if len(units) == 1 or plan.workers == 1:
+    if plan.workers == 1:
         worker = _Worker(problem, xp, arrays, plan)
         with _quiet(), _true_float32(xp):
             for unit in units:
@@ -295,7 +301,7 @@ def _execute(
         finally:
             idle.put(worker)
 
-    with ThreadPoolExecutor(plan.workers) as pool:
+    with _BLAS.one_thread(), ThreadPoolExecutor(plan.workers) as pool:
         for done in [pool.submit(run, unit) for unit in units]:
             done.result()
 
@@ -323,6 +329,57 @@ def _scratch(scratch_bytes: int | None) -> int:
 def _quiet() -> contextlib.AbstractContextManager[None]:
     """An exponential that underflows and a result that overflows its dtype are values here, not warnings."""
     return np.errstate(all="ignore")
+
+
+class _OpenBLAS:
+    """The number of threads of the OpenBLAS that NumPy calls; always one where there is none."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.holders = 0
+        self.configured = 1
+
+    @functools.cached_property
+    def calls(self) -> tuple[Callable[[], int], Callable[[int], None]] | None:
+        core = sys.modules.get("numpy._core._multiarray_umath") or sys.modules.get("numpy.core._multiarray_umath")
+        try:
+            library = ctypes.CDLL(core.__file__ if core else None)
+        except (OSError, TypeError):
+            return None
+        for prefix in ("scipy_openblas", "openblas"):
+            for suffix in ("64_", ""):
+                get = getattr(library, f"{prefix}_get_num_threads{suffix}", None)
+                set_ = getattr(library, f"{prefix}_set_num_threads{suffix}", None)
+                if get and set_:
+                    return get, set_
+        return None
+
+    def threads(self) -> int:
+        with self.lock:
+            if self.calls is None:
+                return 1
+            return self.configured if self.holders else max(1, self.calls[0]())
+
+    @contextlib.contextmanager
+    def one_thread(self) -> Iterator[None]:
+        """Hold OpenBLAS to one thread, and give back what was set once the last of concurrent holders is done."""
+        assert self.calls is not None
+        get, set_ = self.calls
+        with self.lock:
+            if self.holders == 0:
+                self.configured = get()
+                set_(1)
+            self.holders += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.holders -= 1
+                if self.holders == 0:
+                    set_(self.configured)
+
+
+_BLAS = _OpenBLAS()
 
 
 @contextlib.contextmanager
@@ -422,10 +479,8 @@ class _Worker:
             block *= factor
         return block.reshape(source.shape[0] * source.shape[1], -1, source.shape[-1])
 
-    def column(self, name: str, at: tuple[slice, ...]) -> Array | None:
+    def column(self, name: str, at: tuple[slice, ...]) -> Array:
         """One number per query, as (heads, rows, 1)."""
-        if name not in self.arrays:
-            return None
         source = self.arrays[name][at]
         return source.reshape(source.shape[0] * source.shape[1], -1, 1)
 
@@ -443,7 +498,7 @@ class _Worker:
                 if "lse" in names:
                     L = self.column("lse", at).astype(self.dtype)
                     # A row with no key: exp(S - inf) is 0, exp(-inf + inf) is not a number.
-                    self.xp.copyto(L, math.inf, where=L == -math.inf)
+                    self.xp.copyto(L, math.inf, where=self.xp.isneginf(L))
                     rows.L = L
                 yield rows
 
@@ -524,7 +579,7 @@ class _Worker:
                 S = self.S(rows, keys, self.hidden(rows, keys))
                 new_top = xp.maximum(top, S.max(axis=-1, keepdims=True))
                 # While a row has seen no key its maximum is -inf: subtract 0, never -inf.
-                shift = xp.where(new_top == -math.inf, xp.zeros_like(new_top), new_top)
+                shift = xp.where(xp.isneginf(new_top), xp.zeros_like(new_top), new_top)
                 S -= shift
                 P = xp.exp(S, out=S)
                 decay = xp.exp(top - shift)
@@ -601,8 +656,7 @@ class _Worker:
 
     def D(self, rows: _Rows) -> Array:
         D = self.row_sum(rows.do, self.load("o", rows.at))
-        dL = self.column("dlse", rows.at)
-        return D if dL is None else D - dL
+        return D - self.column("dlse", rows.at) if "dlse" in self.arrays else D
 
     def statistics(self, unit: _Unit) -> Array:
         """D, α and ε of every query of the unit: all that one pass hands to the next."""
@@ -630,12 +684,11 @@ class _Worker:
         """gk and gv of every key block, over all its queries; gq is accumulated on the way where it can be."""
         p, b, h = self.p, unit.b1 - unit.b0, unit.h1 - unit.h0
         everything = (slice(unit.b0, unit.b1), slice(unit.h0, unit.h1), slice(None), slice(p.first_query, p.M))
-        gQ = None
+        gQ = result = None
         if self.plan.fused:
             # The result itself is the accumulator where its dtype is the working precision.
-            gQ = self.arrays["gq"][everything]
-            if gQ.dtype != self.dtype:
-                gQ = self.buffer("gq", *gQ.shape)
+            result = self.arrays["gq"][everything]
+            gQ = result if result.dtype == self.dtype else self.buffer("gq", *result.shape)
             gQ[...] = 0
         for keys in self.keys(unit, p.first_key, p.N, p.scale):
             count = keys.span[1] - keys.span[0]
@@ -648,8 +701,8 @@ class _Worker:
             gK *= p.scale
             self.put("gk", keys.at, gK)
             self.put("gv", keys.at, gV)
-        if gQ is not None and "gq" in self.buffers:
-            self.put("gq", everything, gQ)
+        if gQ is not None and gQ is not result:
+            store(self.xp, result, gQ)
 
     def backward_tile(self, rows: _Rows, keys: _Keys, gq: Array | None, gk: Array | None, gv: Array | None) -> None:
         hidden = self.hidden(rows, keys)

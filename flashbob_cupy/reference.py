@@ -41,7 +41,8 @@ class _Grid(NamedTuple):
     @property
     def alive(self) -> NDArray[np.bool_]:
         """Queries that see a key, (M, 1)."""
-        return self.seen.any(axis=1)[:, None]
+        alive: NDArray[np.bool_] = np.any(self.seen, axis=1, keepdims=True)
+        return alive
 
     def rows(self, x: Any, like: Any) -> Float:
         """A query-side operand; None is zero, and so are rows that see no key, whatever stands there."""
@@ -51,12 +52,13 @@ class _Grid(NamedTuple):
     def keys(self, x: Any, like: Any) -> Float:
         """A key-side operand repeated over its group; None is zero, and so are rows that no query sees."""
         x = np.zeros(like.shape) if x is None else np.asarray(x).astype(np.float64)
-        return np.repeat(np.where(self.seen.any(axis=0)[:, None], x, 0.0), self.Hq // max(self.Hkv, 1), axis=1)
+        return np.repeat(np.where(np.any(self.seen, axis=0)[:, None], x, 0.0), self.Hq // max(self.Hkv, 1), axis=1)
 
     def per_key_head(self, x: Float) -> Float:
         """The sum over the query heads of each group."""
         B, _, N, D = x.shape
-        return x.reshape(B, self.Hkv, self.Hq // max(self.Hkv, 1), N, D).sum(axis=2)
+        summed: Float = np.sum(x.reshape(B, self.Hkv, self.Hq // max(self.Hkv, 1), N, D), axis=2)
+        return summed
 
     def softmax(self, Q: Float, K: Float) -> tuple[Float, Float]:
         """P and L. Hidden entries are selected away before every exponential."""
