@@ -6,49 +6,50 @@ struct alignas(64) TensorMap {
     u64 w[16];
 };
 
-inline void barrier_init(u32 bar, u32 count, EMU_SITE) { emu_mbarrier_init(bar, count, site); }
+inline void barrier_init(u32 bar, u32 count, EMU_SITE) { emu_mbarrier_init(bar, count, SITE); }
 inline void barrier_init_fence() {}
-inline void barrier_expect(u32 bar, u32 bytes, EMU_SITE) { emu_mbarrier_arrive(bar, bytes, site); }
-inline void barrier_arrive(u32 bar, EMU_SITE) { emu_mbarrier_arrive(bar, 0, site); }
-inline void barrier_wait(u32 bar, u32 parity, EMU_SITE) { emu_mbarrier_wait(bar, parity, site); }
+inline void barrier_expect(u32 bar, u32 bytes, EMU_SITE) { emu_mbarrier_arrive(bar, bytes, SITE); }
+inline void barrier_arrive(u32 bar, EMU_SITE) { emu_mbarrier_arrive(bar, 0, SITE); }
+inline void barrier_wait(u32 bar, u32 parity, EMU_SITE) { emu_mbarrier_wait(bar, parity, SITE); }
 
 inline void load_tensor(u32 to, const TensorMap& map, u32 bar, int column, int row, int head, int batch, EMU_SITE) {
-    emu_tensor_load(to, &map, bar, column, row, head, batch, site);
+    emu_tensor_load(to, &map, bar, column, row, head, batch, SITE);
 }
 inline void load_bulk(u32 to, const void* from, u32 bytes, u32 bar, EMU_SITE) {
-    emu_bulk_load(to, from, bytes, bar, site);
+    emu_bulk_load(to, from, bytes, bar, SITE);
 }
-inline void reduce_bulk(float* to, u32 from, u32 bytes, EMU_SITE) { emu_bulk_reduce(to, from, bytes, site); }
+inline void reduce_bulk(float* to, u32 from, u32 bytes, EMU_SITE) { emu_bulk_reduce(to, from, bytes, SITE); }
 inline void bulk_commit() { emu_bulk_commit(); }
 template <int pending>
 inline void bulk_wait_read(EMU_SITE) {
-    emu_bulk_wait(pending, 1, site);
+    emu_bulk_wait(pending, 1, SITE);
 }
 template <int pending>
 inline void bulk_wait(EMU_SITE) {
-    emu_bulk_wait(pending, 0, site);
+    emu_bulk_wait(pending, 0, SITE);
 }
 inline void prefetch_map(const TensorMap&) {}
 inline void proxy_fence() { emu_proxy_fence(); }
 
 template <int n>
 inline void registers_grow(EMU_SITE) {
-    emu_registers(n, site);
+    emu_registers(n, SITE);
 }
 template <int n>
 inline void registers_shrink(EMU_SITE) {
-    emu_registers(n, site);
+    emu_registers(n, SITE);
 }
-inline int uniform(int x, EMU_SITE) { return (int)emu_shuffle_first((unsigned)x, site); }
+inline int uniform(int x, EMU_SITE) { return (int)emu_shuffle_first((unsigned)x, SITE); }
+inline u32 fresh(u32 x, EMU_SITE) { return emu_shuffle_first(x, SITE); }
 inline void launch_dependents() {}
 inline void wait_dependency() {}
-inline void arrive_named(int id, int threads, EMU_SITE) { emu_arrive(id, threads, site); }
+inline void arrive_named(int id, int threads, EMU_SITE) { emu_arrive(id, threads, SITE); }
 
 inline void wgmma_fence() { emu_wgmma_fence(); }
 inline void wgmma_commit() { emu_wgmma_commit(); }
 template <int pending>
 inline void wgmma_wait(EMU_SITE) {
-    emu_wgmma_wait(pending, site);
+    emu_wgmma_wait(pending, SITE);
 }
 // Naming a register keeps its variable alive up to here.
 template <int n>
@@ -61,9 +62,9 @@ inline void keep(u32 (&a)[n][4]) {
 }
 template <int N, int TA, int TB>
 inline void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate, EMU_SITE) {
-    emu_wgmma(d, N, nullptr, a, b, TA, TB, accumulate, BFLOAT16, site);
+    emu_wgmma(d, N, nullptr, a, b, TA, TB, accumulate, BFLOAT16, SITE);
 }
 template <int N, int TB>
 inline void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate, EMU_SITE) {
-    emu_wgmma(d, N, a, 0, b, 0, TB, accumulate, BFLOAT16, site);
+    emu_wgmma(d, N, a, 0, b, 0, TB, accumulate, BFLOAT16, SITE);
 }

@@ -107,7 +107,8 @@ struct Site {
     const char* file;
     int line;
 };
-#define EMU_SITE Site site = Site{__builtin_FILE(), __builtin_LINE()}
+#define EMU_SITE const char* emu_file = __builtin_FILE(), int emu_line = __builtin_LINE()
+#define SITE (Site{emu_file, emu_line})
 extern "C" {
 unsigned emu_shared_base();
 void emu_shared_load(unsigned a, void* to, int bytes, Site);

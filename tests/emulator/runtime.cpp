@@ -15,6 +15,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <dlfcn.h>
+#include <execinfo.h>
 #include <map>
 #include <random>
 #include <string>
@@ -257,6 +259,18 @@ std::string who(int thread) {
     va_start(list, text);
     m.message = where(site) + ": " + format(text, list) + "\n  in " + who(m.current);
     va_end(list);
+    // Where the thread that noticed it stands: the first frame in the kernel's library.
+    void* frames[64];
+    Dl_info kernel, info;
+    int count = backtrace(frames, 64);
+    if (dladdr((void*)m.entry, &kernel))
+        for (int i = 0; i < count; i++)
+            if (dladdr(frames[i], &info) && info.dli_fbase == kernel.dli_fbase) {
+                char b[64];
+                snprintf(b, sizeof b, "\n  pc %p", (void*)((char*)frames[i] - 1));
+                m.message += b;
+                break;
+            }
     leave();
 }
 
@@ -340,6 +354,8 @@ void fiber_main() {
     auto b = m.named.find(0);
     if (b != m.named.end() && b->second.expected < 0 && b->second.arrived > 0 && b->second.arrived >= m.live) release_named(0, b->second);
     if (m.live == 0) {
+        for (auto& b : m.mbarriers)
+            if (!b.second.transactions.empty()) fail(b.second.transactions[0].site, "the block ended with this bulk copy in flight: nothing waited for it");
         m.current = -1;
         Context::change(f.context, m.main);
     }
