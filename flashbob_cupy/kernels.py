@@ -148,6 +148,9 @@ def _disk_cache(folder: Path) -> Any:
         return None
 
 
+_importing = threading.Lock()  # cuda-core cannot be imported by two threads at once
+
+
 def compile(specialisation: Specialisation, arch: str, *, cached: bool = True) -> Compiled:
     """Compile one kernel for an architecture such as "sm_90a"; no GPU or driver is needed.
 
@@ -158,7 +161,8 @@ def compile(specialisation: Specialisation, arch: str, *, cached: bool = True) -
     """
     text = source(specialisation.path)
     try:
-        from cuda.core import Program, ProgramOptions
+        with _importing:
+            from cuda.core import Program, ProgramOptions
     except ImportError as error:
         raise CompileError(
             "compiling kernels needs cuda-core, cuda-bindings and NVRTC: install flashbob-cupy[cu13] or "

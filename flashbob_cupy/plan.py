@@ -92,7 +92,7 @@ def typical_device(arch: str) -> Device:
 # ---- tiles ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The tile of one CTA: QUERIES x KEYS, the depth of its pipeline, and how many warps work on it."""
+    """The tile of one CTA: QUERIES x KEYS, the depth of its pipeline, and how many warps it has."""
 
     QUERIES: int
     KEYS: int
@@ -104,23 +104,25 @@ class Tile:
 class Kernel:
     """How a kernel is planned: its tiles by head dimension, in order of preference, and the shared memory of each.
 
-    `tiles` maps the largest head dimension served to the tiles to try; `shared(tile, D, Dv, fused)` is in bytes.
+    `tiles` maps the largest head dimension served to the tiles to try, `unfused` the same for a column kernel that
+    leaves the gradient of Q to another, where that has better ones; `shared(tile, D, Dv, fused)` is in bytes.
     `by_rows`: one CTA per tile of queries and query head; otherwise one per tile of keys and key head.
-    `maps`: the tensor maps the kernel takes as its second parameter, in order, each with the rows of its box in terms
-    of the tile ("QUERIES" or "KEYS").
+    `maps`: the fields (`FIELDS`) of the tensor maps that the kernel takes as its second parameter, in order.
     """
 
     tiles: Mapping[int, tuple[Tile, ...]]
     shared: Callable[[Tile, int, int, int], int]
     by_rows: bool
-    maps: tuple[tuple[str, str], ...] = ()
+    maps: tuple[str, ...] = ()
+    unfused: Mapping[int, tuple[Tile, ...]] | None = None
 
     def choose(self, device: Device, D: int, Dv: int, fused: int, name: str) -> Tile:
-        width = next(width for width in sorted(self.tiles) if width >= max(D, Dv))
-        for tile in self.tiles[width]:
+        tiles = self.tiles if fused or self.unfused is None else self.unfused
+        width = next(width for width in sorted(tiles) if width >= max(D, Dv))
+        for tile in tiles[width]:
             if self.shared(tile, D, Dv, fused) <= device.shared_limit:
                 return tile
-        least = min(self.shared(tile, D, Dv, fused) for tile in self.tiles[width])
+        least = min(self.shared(tile, D, Dv, fused) for tile in tiles[width])
         raise UnsupportedError(
             f"{name} with head dimensions {D} and {Dv} needs {least} bytes of shared memory per block; this device "
             f"offers {device.shared_limit}. Set {FAMILY_VARIABLE}=blocked to compute in blocks of array code instead."
@@ -206,19 +208,49 @@ _SM80 = {
     "bob_columns": Kernel(
         {
             64: (Tile(64, 128, 2, 8), Tile(64, 64, 1, 4)),
-            128: (Tile(64, 128, 1, 8), Tile(64, 64, 1, 4), Tile(16, 64, 1, 4)),
+            128: (Tile(32, 128, 2, 8), Tile(32, 64, 2, 4), Tile(16, 64, 1, 4)),
         },
         _column_bytes(keys=(2, 2), queries=(2, 1), handed=2),
         by_rows=False,
     ),
 }
 
-_SM90: dict[str, Kernel] = {}
+
+def _hopper_rows_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
+    """Q, UQ; then stages of K, UK, V, UV on two rings; then a barrier for Q and two for each stage of each ring."""
+    d, dv = _panels(D), _panels(Dv)
+    return 2 * (2 * t.QUERIES * d + t.STAGES * t.KEYS * 2 * (d + dv)) + 8 + 32 * t.STAGES
+
+
+def _hopper_columns_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
+    """K, UK, V, UV; stages of Q, UQ, dO and statistics; dS and W of two warpgroups; a barrier and two for each stage."""
+    d, dv = _panels(D), _panels(Dv)
+    stage = 2 * t.QUERIES * (2 * d + dv) + -(-16 * t.QUERIES // 1024) * 1024
+    return 2 * t.KEYS * 2 * (d + dv) + t.STAGES * stage + fused * 4 * t.QUERIES * 128 + 8 + 16 * t.STAGES
+
+
+# wgmma and TMA. Warps: 4 for each 64 rows of results, and 4 that load.
+_SM90 = {
+    "bob_rows": Kernel(
+        {64: (Tile(128, 80, 3, 12),), 128: (Tile(128, 64, 2, 12),)},
+        _hopper_rows_bytes,
+        by_rows=True,
+        maps=("q", "uq", "k", "uk", "v", "uv"),
+    ),
+    "bob_columns": Kernel(
+        {64: (Tile(64, 128, 2, 12),), 128: (Tile(48, 128, 2, 12),)},
+        _hopper_columns_bytes,
+        by_rows=False,
+        maps=("q", "uq", "d", "k", "uk", "v", "uv"),
+        unfused={64: (Tile(80, 128, 2, 12),), 128: (Tile(48, 128, 2, 12),)},
+    ),
+}
+_QUERY_SIDE = ("q", "uq", "d")
 
 TABLES: dict[str, dict[str, Kernel]] = {"sm80": _SM80, "sm90": _SM90}
 
 # Head dimensions are rounded up to one of these: each value is a set of specialisations to compile.
-HEAD_DIMS = {"sm80": (16, 32, 48, 64, 80, 96, 112, 128), "sm90": (64, 128)}
+HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128)
 
 
 def _kernels_of(op: str, deterministic: bool) -> tuple[str, ...]:
@@ -348,6 +380,7 @@ class Plan:
 _COPY_THREADS = 256
 _STATISTICS_WARPS = 8
 _FINISH_THREADS = 256
+_FINISH_NUMBERS = {"sm80": 16, "sm90": 32}  # of the accumulator, a thread
 
 
 def _copy_launch(shape: tuple[int, ...], width: int, gather: int) -> Launch:
@@ -377,8 +410,8 @@ def plan(problem: Problem, device: Device, family: str, direct: frozenset[str]) 
         raise UnsupportedError(f"M, N, Hq and B may be at most {_INT_MAX // 2} each; got {p.M}, {p.N}, {p.Hq}, {p.B}")
     mask = p.mask.within(p.M, p.N)
     dim, value_dim = -(-p.D // 8) * 8, -(-p.Dv // 8) * 8
-    head_dim = next(d for d in HEAD_DIMS[family] if d >= p.D)
-    head_value_dim = next(d for d in HEAD_DIMS[family] if d >= p.Dv)
+    head_dim = next(d for d in HEAD_DIMS if d >= p.D)
+    head_value_dim = next(d for d in HEAD_DIMS if d >= p.Dv)
     common = {
         "HEAD_DIM": head_dim,
         "VALUE_DIM": head_value_dim,
@@ -397,12 +430,12 @@ def plan(problem: Problem, device: Device, family: str, direct: frozenset[str]) 
         macros = common | {"QUERIES": tile.QUERIES, "KEYS": tile.KEYS, "STAGES": tile.STAGES}
         if name.startswith("bob"):
             macros |= cotangents
-        if kernel.by_rows:
-            macros["WARPS"] = tile.WARPS
-        else:
+        if not kernel.by_rows:
             macros["FUSED"] = fused
+        elif family == "sm80":
+            macros["WARPS"] = tile.WARPS
         blocks = -(-p.M // tile.QUERIES) * p.Hq * p.B if kernel.by_rows else -(-p.N // tile.KEYS) * p.Hkv * p.B
-        maps = tuple(TensorMap(field, macros[rows]) for field, rows in kernel.maps)
+        maps = tuple(TensorMap(f, tile.QUERIES if f in _QUERY_SIDE else tile.KEYS) for f in kernel.maps)
         shared = kernel.shared(tile, head_dim, head_value_dim, fused)
         specialisation = Specialisation(family, name, tuple(sorted(macros.items())), 32 * tile.WARPS, shared)
         tiled.append(Launch(specialisation, _checked(blocks, name), maps))
@@ -411,17 +444,24 @@ def plan(problem: Problem, device: Device, family: str, direct: frozenset[str]) 
     layout = _Layout()
     heads = p.B * p.Hq
     statistics = layout.take(16 * heads * padded) if p.op in ("backward", "bob") else None
-    accumulator = layout.take(4 * heads * padded * head_dim) if fused else None
+    accumulator_dim = _panels(head_dim) if family == "sm90" else head_dim
+    accumulator = layout.take(4 * heads * padded * accumulator_dim) if fused else None
     launches = tiled
     if p.op == "backward":
-        macros = {name: common[name] for name in ("HEAD_DIM", "VALUE_DIM", "BFLOAT16")} | {"WARPS": _STATISTICS_WARPS}
+        macros = {
+            "BFLOAT16": common["BFLOAT16"],
+            "VALUE_DIM": head_value_dim,
+            "ACCUMULATOR_DIM": accumulator_dim,
+            "PAIRS": int(family == "sm90"),
+            "WARPS": _STATISTICS_WARPS,
+        }
         rows = 32 * _STATISTICS_WARPS // (16 if head_value_dim > 64 else 8)
-        blocks = -(-padded // rows) * heads
-        launches = [_shared_launch("statistics", macros, 32 * _STATISTICS_WARPS, blocks), *launches]
+        launches = [_small_launch("", "statistics", macros, 32 * _STATISTICS_WARPS, -(-padded // rows) * heads), *tiled]
     if fused:
         macros = {"HEAD_DIM": head_dim, "BFLOAT16": common["BFLOAT16"], "THREADS": _FINISH_THREADS}
-        per_head = -(-(padded // 16 * head_dim) // _FINISH_THREADS)
-        launches = [*launches, _shared_launch("finish_queries", macros, _FINISH_THREADS, per_head * heads)]
+        per_head = -(-(padded * accumulator_dim) // (_FINISH_THREADS * _FINISH_NUMBERS[family]))
+        folder = "sm90" if family == "sm90" else ""
+        launches = [*launches, _small_launch(folder, "finish_queries", macros, _FINISH_THREADS, per_head * heads)]
 
     copies: dict[bool, list[Copy]] = {True: [], False: []}
     for gather, names in ((True, INPUTS[p.op]), (False, OUTPUTS[p.op])):
@@ -446,8 +486,8 @@ def plan(problem: Problem, device: Device, family: str, direct: frozenset[str]) 
     )
 
 
-def _shared_launch(kernel: str, macros: dict[str, int], threads: int, blocks: int) -> Launch:
-    return Launch(Specialisation("", kernel, tuple(sorted(macros.items())), threads, 0), _checked(blocks, kernel))
+def _small_launch(family: str, kernel: str, macros: dict[str, int], threads: int, blocks: int) -> Launch:
+    return Launch(Specialisation(family, kernel, tuple(sorted(macros.items())), threads, 0), _checked(blocks, kernel))
 
 
 class _Layout:
