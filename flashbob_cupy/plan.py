@@ -223,7 +223,7 @@ def _hopper_rows_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
 
 
 def _hopper_columns_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
-    """K, UK, V, UV; stages of Q, UQ, dO and statistics; dS and W of two warpgroups; a barrier and two for each stage."""
+    """K, UK, V, UV; stages of Q, UQ, dO, statistics; dS and W of two warpgroups; a barrier and two for each stage."""
     d, dv = _panels(D), _panels(Dv)
     stage = 2 * t.QUERIES * (2 * d + dv) + -(-16 * t.QUERIES // 1024) * 1024
     return 2 * t.KEYS * 2 * (d + dv) + t.STAGES * stage + fused * 4 * t.QUERIES * 128 + 8 + 16 * t.STAGES
