@@ -502,9 +502,10 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 _capsule_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_IsValid", ctypes.pythonapi)
 )
-_DL_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}  # 3 is pinned host memory, 13 managed memory
-_DL_TYPES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
+_DL_BFLOAT = 4
 _DL_READ_ONLY = 1
+_DL_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}  # 3 is pinned host memory, 13 managed memory
+_DL_TYPES = {0: "int", 1: "uint", 2: "float", _DL_BFLOAT: "bfloat", 5: "complex", 6: "bool"}
 
 
 def _open_capsule(capsule: Any) -> tuple[_DLTensor, bool]:
@@ -584,20 +585,19 @@ class DLPackKind(Kind):
         if device[0] == "cpu":
             return functools.partial(_aligned, shape, numpy_dtype(dtype))
         cupy = _cupy()
-        if dtype == "bfloat16" and int(cupy.__version__.split(".")[0]) < 14:
-            raise UnsupportedError(
-                f"bfloat16 {self.name} arrays on a GPU need CuPy 14 or later; CuPy {cupy.__version__} is installed"
-            )
-        return functools.partial(cupy.empty, shape, numpy_dtype(dtype))
+        return functools.partial(cupy.empty, shape, cupy.uint16 if dtype == "bfloat16" else dtype)
 
     def pointer(self, raw: Any) -> int:
         return int(raw.__array_interface__["data"][0] if isinstance(raw, np.ndarray) else raw.data.ptr)
 
     def finish(self, raw: Any, like: Any) -> Any:
         if hasattr(like, "__array_namespace__"):
-            return like.__array_namespace__().from_dlpack(raw)
-        from_dlpack = getattr(sys.modules.get(self._type.__module__.partition(".")[0]), "from_dlpack", None)
-        return raw if from_dlpack is None else from_dlpack(raw)
+            from_dlpack = like.__array_namespace__().from_dlpack
+        else:
+            from_dlpack = getattr(sys.modules.get(self._type.__module__.partition(".")[0]), "from_dlpack", None)
+        if from_dlpack is not None:
+            return from_dlpack(_exportable(raw))
+        return raw.view(numpy_dtype("bfloat16")) if raw.dtype == np.uint16 else raw
 
     def current_stream(self, device: int) -> int:
         return 0
@@ -625,10 +625,29 @@ class JaxKind(DLPackKind):
         return True
 
     def finish(self, raw: Any, like: Any) -> Any:
-        # On a CPU, device_put takes over aligned memory as it is, bfloat16 too, which NumPy cannot export by DLPack.
-        return (
-            self._jax.device_put(raw, like.device) if isinstance(raw, np.ndarray) else self._jax.dlpack.from_dlpack(raw)
-        )
+        if isinstance(raw, np.ndarray):
+            return self._jax.device_put(raw, like.device)  # takes over aligned CPU memory as it is
+        return self._jax.dlpack.from_dlpack(_exportable(raw))
+
+
+class _AsBfloat16:
+    """Exports 16-bit integers as bfloat16: NumPy and CuPy before 14 do not know that type of DLPack."""
+
+    def __init__(self, bits: Any) -> None:
+        self._bits = bits
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = self._bits.__dlpack__(**options)
+        _open_capsule(capsule)[0].code = _DL_BFLOAT
+        return capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._bits.__dlpack_device__()  # type: ignore[no-any-return]
+
+
+def _exportable(raw: Any) -> Any:
+    """A raw result as something that `from_dlpack` functions take."""
+    return _AsBfloat16(raw.view(np.uint16)) if raw.dtype.name in ("bfloat16", "uint16") else raw
 
 
 def _refuse_tracer(jax: Any, name: str, x: Any) -> None:

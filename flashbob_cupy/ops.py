@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -403,7 +402,8 @@ class _Call:
         if self.problem.vanishes:
             self.route = "zero"
         elif self.device[0] == "cuda":
-            kernels = importlib.import_module("flashbob_cupy.kernels")
+            from flashbob_cupy import kernels
+
             self.route = plan.route(self.problem, kernels.device_info(self.device[1]))
             self._execute = kernels.execute
         self._result = _RESULTS[op]
@@ -487,7 +487,9 @@ class _Call:
         return self._result(*finished)
 
     def _blocked(self, views: dict[str, View | None], results: dict[str, View], stream: int) -> None:
-        engine = getattr(importlib.import_module("flashbob_cupy.blocked"), self.problem.op)
+        from flashbob_cupy import blocked
+
+        engine = getattr(blocked, self.problem.op)
         borrowed = [*views.values(), *(results.get(name) for name in OUTPUTS[self.problem.op])]
         if self.device[0] == "cpu":
             engine(self.problem, *(view and arrays.numpy_view(view) for view in borrowed))
