@@ -163,51 +163,36 @@ def _column_bytes(keys: tuple[int, int], queries: tuple[int, int], handed: int) 
     return shared
 
 
-# mma.sync. Row kernels: 16 queries per warp. Column kernels: 16 keys per warp.
+# mma.sync. Row kernels: a warp owns QUERIES / WARPS queries, 16 or 32. Column kernels: a warp owns 16 keys.
 _SM80 = {
     "forward": Kernel(
-        {
-            64: (Tile(128, 64, 2, 8),),
-            128: (Tile(128, 64, 2, 8), Tile(128, 32, 2, 8), Tile(64, 64, 2, 4)),
-        },
+        {64: (Tile(128, 64, 2, 4),), 128: (Tile(128, 64, 2, 8),)},
         _row_bytes(queries=(1, 0), keys=(1, 1)),
         by_rows=True,
     ),
     "bob_rows": Kernel(
-        {
-            64: (Tile(128, 64, 2, 8),),
-            128: (Tile(128, 64, 2, 8), Tile(128, 32, 2, 8), Tile(64, 32, 2, 4)),
-        },
+        {64: (Tile(128, 64, 2, 8),), 128: (Tile(128, 64, 2, 8), Tile(128, 32, 2, 8), Tile(64, 32, 2, 4))},
         _row_bytes(queries=(2, 0), keys=(2, 2)),
         by_rows=True,
     ),
     "bob_queries": Kernel(
-        {
-            64: (Tile(128, 64, 2, 8), Tile(64, 64, 2, 4)),
-            128: (Tile(64, 64, 2, 4), Tile(64, 32, 2, 4), Tile(64, 32, 1, 4)),
-        },
+        {64: (Tile(128, 64, 2, 8), Tile(64, 64, 2, 4)), 128: (Tile(128, 32, 2, 8), Tile(64, 32, 1, 4))},
         _row_bytes(queries=(2, 1), keys=(2, 2)),
         by_rows=True,
     ),
     "backward_rows": Kernel(
-        {
-            64: (Tile(128, 64, 2, 8),),
-            128: (Tile(128, 64, 2, 8), Tile(64, 64, 2, 4), Tile(64, 32, 2, 4)),
-        },
+        {64: (Tile(128, 64, 2, 8),), 128: (Tile(128, 64, 2, 8), Tile(64, 32, 2, 4))},
         _row_bytes(queries=(1, 1), keys=(1, 1)),
         by_rows=True,
     ),
     "backward_columns": Kernel(
-        {
-            64: (Tile(64, 128, 2, 8),),
-            128: (Tile(64, 128, 2, 8), Tile(64, 64, 1, 4), Tile(32, 64, 2, 4)),
-        },
+        {64: (Tile(64, 128, 2, 8),), 128: (Tile(64, 128, 2, 8), Tile(32, 64, 2, 4))},
         _column_bytes(keys=(1, 1), queries=(1, 1), handed=1),
         by_rows=False,
     ),
     "bob_columns": Kernel(
         {
-            64: (Tile(64, 128, 2, 8), Tile(64, 64, 1, 4)),
+            64: (Tile(64, 128, 2, 8), Tile(32, 64, 2, 4)),
             128: (Tile(32, 128, 2, 8), Tile(32, 64, 2, 4), Tile(16, 64, 1, 4)),
         },
         _column_bytes(keys=(2, 2), queries=(2, 1), handed=2),
@@ -294,9 +279,9 @@ def route(problem: Problem, device: Device) -> str:
 def readable(family: str, shape: tuple[int, ...], strides: tuple[int, ...], pointer: int) -> bool:
     """Whether a kernel may read or write a half-precision array of four axes in place; strides count elements.
 
-    Every load is 16 bytes. The sm90 family reads through tensor maps, which take no broadcast or reversed axis.
+    Every load is 16 bytes, and rows are found with a 32-bit stride. The sm90 family reads through tensor maps, which take no broadcast or reversed axis.
     """
-    if strides[3] != 1 or shape[3] % 8 or pointer % 16:
+    if strides[3] != 1 or shape[3] % 8 or pointer % 16 or (shape[2] > 1 and abs(strides[2]) > _INT_MAX):
         return False
     outer = [stride for size, stride in zip(shape[:3], strides[:3], strict=True) if size > 1]
     if family == "sm90" and not all(0 < stride < 2**39 for stride in outer):
