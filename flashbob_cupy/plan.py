@@ -202,16 +202,16 @@ _SM80 = {
 
 
 def _hopper_rows_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
-    """Q, UQ; then stages of K, UK, V, UV on two rings; then a barrier for Q and two for each stage of each ring."""
+    """Q, UQ; stages of K, UK, V, UV on two rings; a barrier for Q and two for each stage of each ring."""
     d, dv = _panels(D), _panels(Dv)
     return 2 * (2 * t.QUERIES * d + t.STAGES * t.KEYS * 2 * (d + dv)) + 8 + 32 * t.STAGES
 
 
 def _hopper_columns_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
-    """K, UK, V, UV; stages of Q, UQ, dO, statistics; dS and W of two warpgroups; a barrier and two for each stage."""
+    """K, UK, V, UV; stages of Q, UQ, dO, statistics; dS and W of two warpgroups; barriers and the CTA's place."""
     d, dv = _panels(D), _panels(Dv)
     stage = 2 * t.QUERIES * (2 * d + dv) + -(-16 * t.QUERIES // 1024) * 1024
-    return 2 * t.KEYS * 2 * (d + dv) + t.STAGES * stage + fused * 4 * t.QUERIES * 128 + 8 + 16 * t.STAGES
+    return 2 * t.KEYS * 2 * (d + dv) + t.STAGES * stage + fused * 4 * t.QUERIES * 128 + 24 + 16 * t.STAGES
 
 
 # wgmma and TMA. Warps: 4 for each 64 rows of results, and 4 that load.
@@ -279,7 +279,8 @@ def route(problem: Problem, device: Device) -> str:
 def readable(family: str, shape: tuple[int, ...], strides: tuple[int, ...], pointer: int) -> bool:
     """Whether a kernel may read or write a half-precision array of four axes in place; strides count elements.
 
-    Every load is 16 bytes, and rows are found with a 32-bit stride. The sm90 family reads through tensor maps, which take no broadcast or reversed axis.
+    Every load is 16 bytes, and rows are found with a 32-bit stride. The sm90 family reads through tensor maps, which
+    take no broadcast or reversed axis.
     """
     if strides[3] != 1 or shape[3] % 8 or pointer % 16 or (shape[2] > 1 and abs(strides[2]) > _INT_MAX):
         return False
