@@ -51,11 +51,19 @@ constexpr u32 POISON = 0x7fe17fe1;        // NaN as float32, bfloat16 and float1
 constexpr u32 IN_FLIGHT_NAN = 0x7fb15a5a; // what an accumulator holds between issue and wait
 constexpr int MAX_WARPS = 32;
 constexpr u32 FLYING = 0xffffffff; // clock of a word whose copy has not landed
-constexpr size_t STACK = 512 << 10;
+constexpr size_t STACK = 512 << 10, GUARD_PAGES = 64;
 
 typedef std::array<u32, MAX_WARPS> Clock;
 void join(Clock& a, const Clock& b) {
     for (int i = 0; i < MAX_WARPS; i++) a[i] = std::max(a[i], b[i]);
+}
+// What of every warp's past a warp may rely on: accesses before `clock`; ordinary stores before `fenced` also by wgmma and TMA.
+struct Order {
+    Clock clock{}, fenced{};
+};
+void join(Order& a, const Order& b) {
+    join(a.clock, b.clock);
+    join(a.fenced, b.fenced);
 }
 
 // ---- fibers ------------------------------------------------------------------------------------------------------------
@@ -165,15 +173,13 @@ struct Fiber {
     int mode = 0;
 };
 
-struct Warp {
+struct Warp : Order {
     int arrived = 0, live = 0;
-    Clock clock{}, fenced{};
 };
 struct NamedBarrier {
     int expected = 0, arrived = 0;
     std::vector<int> waiting;
-    std::vector<int> warps; // warps that arrived
-    Clock clock{};
+    Order order;
 };
 struct Transaction {
     u32 to, bytes;
@@ -190,7 +196,7 @@ struct MBarrier {
     long long expected = 0, issued = 0;
     std::vector<Transaction> transactions;
     std::vector<int> waiting;
-    Clock arriving{}, completed{};
+    Order arriving, completed;
 };
 struct Shadow { // of one 4-byte word
     u32 clock = 0;
@@ -582,7 +588,7 @@ void start(u32 bar, Transaction t, bool generic_source) {
     note_write(t.to, t.bytes, m.current, t.site, "bulk copy", false, true);
     poison(&m.arena[t.to - BASE], t.bytes);
     b.issued += t.bytes;
-    join(b.arriving, w.clock);
+    join(b.arriving, w);
     w.clock[t.warp]++;
     b.transactions.push_back(t);
     settle(b);
@@ -708,18 +714,17 @@ void release_named(int id, NamedBarrier& b) {
     (void)id;
     b.arrived = 0;
     b.expected = 0;
-    std::vector<int> waiting, warps;
+    std::vector<int> waiting;
     waiting.swap(b.waiting);
-    warps.swap(b.warps);
     std::vector<bool> joined(m.warps.size());
     for (int t : waiting) {
         if (!joined[t / 32]) {
             joined[t / 32] = true;
-            join(m.warps[t / 32].clock, b.clock);
+            join(m.warps[t / 32], b.order);
         }
         if (t != m.current) make_ready(t);
     }
-    b.clock = Clock{};
+    b.order = Order();
 }
 
 } // namespace
@@ -852,7 +857,7 @@ static void arrive(int id, int threads, Site site, bool wait) {
     b.expected = expected;
     b.arrived++;
     int warp = m.current / 32;
-    join(b.clock, m.warps[warp].clock);
+    join(b.order, m.warps[warp]);
     m.warps[warp].clock[warp]++;
     if (wait) b.waiting.push_back(m.current);
     if (b.arrived >= (threads ? threads : m.live)) {
@@ -897,7 +902,7 @@ void emu_mbarrier_arrive(u32 bar, u32 bytes, Site site) {
     b.pending--;
     b.expected += bytes;
     int warp = m.current / 32;
-    join(b.arriving, m.warps[warp].clock);
+    join(b.arriving, m.warps[warp]);
     m.warps[warp].clock[warp]++;
     settle(b);
 }
@@ -912,7 +917,7 @@ void emu_mbarrier_wait(u32 bar, u32 parity, Site site) {
             block("mbarrier (offset, parity)", site, bar - BASE, parity);
         }
     }
-    join(warp_of(m.current).clock, b.completed);
+    join(warp_of(m.current), b.completed);
 }
 void emu_tensor_load(u32 to, const void* map, u32 bar, int column, int row, int head, int batch, Site site) {
     EmuMap e;
@@ -947,7 +952,7 @@ void emu_proxy_fence() {
     Warp& w = warp_of(m.current);
     int warp = m.current / 32;
     join(w.fenced, w.clock);
-    (void)warp;
+    w.clock[warp]++; // later stores are not covered
 }
 void emu_name(void*) {}
 void emu_registers(int count, Site site) {
@@ -1010,24 +1015,24 @@ void emu_wgmma_wait(int pending, Site site) {
 // `bytes` of memory that end (up to 15 bytes) at an unmapped page and begin after one; the address is `residue` modulo 16.
 void* emu_allocate(u64 bytes, u32 residue, const char* name) {
     const size_t page = size_t(sysconf(_SC_PAGESIZE));
-    size_t body = (bytes + 31 + page - 1) / page * page, total = body + 2 * page;
+    const size_t guard = GUARD_PAGES * page, body = (bytes + 31 + page - 1) / page * page, total = body + 2 * guard;
     char* map = (char*)mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (map == MAP_FAILED) return nullptr;
-    mprotect(map, page, PROT_NONE);
-    mprotect(map + page + body, page, PROT_NONE);
-    memset(map + page, 0xff, body);
-    u64 begin = (u64)(map + page + body) - bytes;
+    mprotect(map, guard, PROT_NONE);
+    mprotect(map + guard + body, guard, PROT_NONE);
+    memset(map + guard, 0xff, body);
+    u64 begin = (u64)(map + guard + body) - bytes;
     begin -= (begin - residue) % 16;
     regions[(char*)begin] = {map, (char*)begin, total, bytes, name};
     return (void*)begin;
 }
 // 1 where the slack around the region was written to.
 int emu_free(void* p) {
-    const size_t page = size_t(sysconf(_SC_PAGESIZE));
+    const size_t guard = GUARD_PAGES * size_t(sysconf(_SC_PAGESIZE));
     Region r = regions.at((char*)p);
     int touched = 0;
-    for (char* q = r.map + page; q < r.begin; q++) touched |= *q != char(0xff);
-    for (char* q = r.begin + r.bytes; q < r.map + r.mapped - page; q++) touched |= *q != char(0xff);
+    for (char* q = r.map + guard; q < r.begin; q++) touched |= *q != char(0xff);
+    for (char* q = r.begin + r.bytes; q < r.map + r.mapped - guard; q++) touched |= *q != char(0xff);
     munmap(r.map, r.mapped);
     regions.erase((char*)p);
     return touched;
