@@ -7,6 +7,7 @@ are those of a layer of a real sentence encoder.
     python examples/curvature.py
 """
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -40,8 +41,8 @@ def main() -> None:
     # Squared, H has no two leading eigenvalues of opposite sign, between which the iteration would swing.
     for iteration in range(1, 31):
         image = hessian(hessian(u))
-        size = np.sqrt(dot(image, image))
-        curvature = np.sqrt(size / np.sqrt(dot(u, u)))
+        size = math.sqrt(dot(image, image))
+        curvature = math.sqrt(size / math.sqrt(dot(u, u)))
         u = tuple(x / size for x in image)
         if iteration % 10 == 0:
             print(f"iteration {iteration}: largest |curvature| {curvature:.5f}")

@@ -7,6 +7,7 @@ failed, 2 usage, 3 no usable GPU where one was asked for.
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +42,7 @@ def stop(text: str, code: int) -> NoReturn:
 
 
 def write_json(document: dict[str, Any]) -> None:
-    click.echo(json.dumps(document, indent=1))
+    click.echo(json.dumps(document, indent=1, allow_nan=False))
 
 
 def write_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -189,7 +190,9 @@ def check(
     failures = [result for result in results if not result.ok]
     if as_json:
         document = {"version": __version__, "subject": subject, "passed": not failures}
-        write_json(document | {"results": [asdict(result) for result in results]})
+        # JSON has no infinity, which is the error of a result that holds NaN.
+        rows = ({name: _finite(value) for name, value in asdict(result).items()} for result in results)
+        write_json(document | {"results": list(rows)})
     else:
         click.echo(subject)
         _write_results(results if path else _worst(results))
@@ -218,10 +221,13 @@ def _worst(results: Iterable[Result]) -> list[Result]:
     worst: dict[tuple[str, str], Result] = {}
     for result in results:
         key = (result.source, result.output)
-        # A NaN ratio compares false with everything: it must win.
-        if key not in worst or not result.ratio <= worst[key].ratio:
+        if key not in worst or (not result.ok, result.ratio) > (not worst[key].ok, worst[key].ratio):
             worst[key] = result
     return list(worst.values())
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write_results(results: Iterable[Result]) -> None:
