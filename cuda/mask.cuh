@@ -35,6 +35,22 @@ struct Band {
     if (MASK_RIGHT) all = all && n + columns - 1 - m <= high;
     return all;
   }
+  // The m for which inside(m, rows, n, columns) holds, for a loop over m.
+  DEVICE Range queries_inside(int rows, int n, int columns) const {
+    constexpr int NEVER = 0x7fffffff;
+    Range r = {0, NEVER};
+    if (MASK_RIGHT) r.begin = n + columns - 1 - high;
+    if (MASK_LEFT) r.end = n - low - rows + 2;
+    if (n < first_key || n + columns > keys) r.begin = NEVER;
+    return r;
+  }
+  // The n for which inside(m, rows, n, columns) holds, for a loop over n.
+  DEVICE Range keys_inside(int m, int rows, int columns) const {
+    Range r = {first_key, keys - columns + 1};
+    if (MASK_LEFT) r.begin = max(r.begin, m + rows - 1 + low);
+    if (MASK_RIGHT) r.end = min(r.end, m + high - columns + 2);
+    return r;
+  }
   DEVICE bool sees(int i, int j) const {
     bool seen = j >= first_key && j < keys;
     if (MASK_LEFT) seen = seen && j - i >= low;

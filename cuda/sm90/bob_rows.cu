@@ -86,7 +86,7 @@ DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ks
         load_tile<QUERIES, HEAD_DIM>(base + Q_BYTES, maps.uq, q_full, m - a.first_query, here.head, here.batch);
 #pragma unroll 1 // few registers
     for (int t = 0; t < tiles; t++, n -= KEYS) {
-        u32 k = base + K_RING + ks.stage * 2 * K_BYTES, v = base + V_RING + vs.stage * 2 * V_BYTES;
+        u32 k = base + K_RING + ks.stage() * 2 * K_BYTES, v = base + V_RING + vs.stage() * 2 * V_BYTES;
         u32 full = ks.fill(HAS_UK ? 2 * K_BYTES : K_BYTES);
         load_tile<KEYS, HEAD_DIM>(k, maps.k, full, n - a.first_key, key_head, here.batch);
         if (HAS_UK)
@@ -114,7 +114,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     sync_threads();
 
     int query_tiles = (a.queries + QUERIES - 1) / QUERIES;
-    Place here = place(query_tiles, a.query_heads, a.batches, i64(a.keys) * (4 * HEAD_DIM + 4 * VALUE_DIM) / a.group);
+    Place here = place(blockIdx.x, query_tiles, a.query_heads, a.batches,
+                       i64(a.keys) * (4 * HEAD_DIM + 4 * VALUE_DIM) / a.group);
     int m = (MASK_RIGHT ? query_tiles - 1 - here.tile : here.tile) * QUERIES;
     bool last = m + QUERIES >= a.queries;
     i64 line = i64(here.batch) * a.query_heads + here.head;
@@ -169,9 +170,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int t = 1; t < tiles; t++) {
             n -= KEYS;
             ks.wait();
-            issue_scores(s, f, q, base + K_RING + ks.stage * 2 * K_BYTES);
+            issue_scores(s, f, q, base + K_RING + ks.stage() * 2 * K_BYTES);
             vs.wait();
-            issue_values(acc, p, pf, base + V_RING + vs.stage * 2 * V_BYTES);
+            issue_values(acc, p, pf, base + V_RING + vs.stage() * 2 * V_BYTES);
             wgmma_wait<2>();
             settle(s);
             rows.exponential(s, n);
@@ -190,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             to_fragments(pf, f);
         }
         vs.wait();
-        issue_values(acc, p, pf, base + V_RING + vs.stage * 2 * V_BYTES);
+        issue_values(acc, p, pf, base + V_RING + vs.stage() * 2 * V_BYTES);
         wgmma_wait<0>();
         settle(acc);
         keep(p);

@@ -114,6 +114,14 @@ DEVICE void registers_shrink() {
 DEVICE int uniform(int x) {
     return __shfl_sync(0xffffffffu, x, 0);
 }
+DEVICE u32 fresh(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+// Whether x holds in any lane of the warp.
+DEVICE bool any(bool x) {
+    return __any_sync(0xffffffffu, x);
+}
 DEVICE void launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -45,13 +45,17 @@ DEVICE float row_sum(float x) {
     x += shuffle_xor(x, 1);
     return x + shuffle_xor(x, 2);
 }
+DEVICE float row_max(float x) {
+    x = fmaxf(x, shuffle_xor(x, 1));
+    return fmaxf(x, shuffle_xor(x, 2));
+}
 
 // ---- pipeline ------------------------------------------------------------------------------------------------------
 // A ring of stages with a `full` and an `empty` barrier each, eight bytes apart. The reader's first phase is 0; the
 // writer starts a phase ahead: all is empty.
 template <int DEPTH>
 struct Ring {
-    u32 full, empty, stage = 0, phase = 0;
+    u32 full, empty, turn = 0; // turn of 2·DEPTH: stage and phase in one register
     DEVICE explicit Ring(u32 barriers) : full(barriers), empty(barriers + 8 * DEPTH) {}
     static constexpr u32 BYTES = 16 * DEPTH;
     DEVICE void init(u32 readers) const {
@@ -60,23 +64,20 @@ struct Ring {
             barrier_init(empty + 8 * s, readers);
         }
     }
-    DEVICE void advance() {
-        if (++stage == DEPTH) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
+    DEVICE u32 stage() const { return turn < DEPTH ? turn : turn - DEPTH; }
+    DEVICE u32 phase() const { return turn >= DEPTH; }
+    DEVICE void advance() { turn = turn == 2 * DEPTH - 1 ? 0 : turn + 1; }
     // The writer's side: wait until the stage is free, announce its bytes, and give the barrier to load onto.
     DEVICE u32 fill(u32 bytes) const {
-        barrier_wait(empty + 8 * stage, phase ^ 1);
-        barrier_expect(full + 8 * stage, bytes);
-        return full + 8 * stage;
+        barrier_wait(empty + 8 * stage(), phase() ^ 1);
+        barrier_expect(full + 8 * stage(), bytes);
+        return full + 8 * stage();
     }
     // The reader's side; release is called by every warp once its reads are complete.
-    DEVICE void wait() const { barrier_wait(full + 8 * stage, phase); }
+    DEVICE void wait() const { barrier_wait(full + 8 * stage(), phase()); }
     DEVICE void release() const {
         if (lane_id() == 0)
-            barrier_arrive(empty + 8 * stage);
+            barrier_arrive(empty + 8 * stage());
     }
 };
 
@@ -94,19 +95,21 @@ DEVICE u32 swizzled(u32 row, u32 chunk) {
     return row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
-// A wgmma descriptor: start, leading and stride offsets in units of 16 bytes, 128-byte swizzle.
-DEVICE u64 descriptor(u32 start, u32 leading, u32 stride) {
-    return u64((start & 0x3ffff) >> 4) | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 | 1ull << 62;
+// A wgmma descriptor: start, leading and stride offsets in units of 16 bytes, 128-byte swizzle. The start is split so
+// that the descriptors of a product differ from one another by one addition: shared memory ends below 2^18 and tiles
+// are aligned to 16 bytes, so nothing carries.
+DEVICE u64 descriptor(u32 tile, u32 offset, u32 leading, u32 stride) {
+    return u64(stride >> 4 | 1u << 30) << 32 | ((tile >> 4) + ((offset >> 4) + (leading >> 4 << 16)));
 }
 // Summed over columns 16·step … +15 of a tile of ROWS rows (K-major); the operand's rows are those from `tile` on.
 template <int ROWS>
 DEVICE u64 by_columns(u32 tile, int step) {
-    return descriptor(tile + step / 4 * ROWS * 128 + step % 4 * 32, 16, 1024);
+    return descriptor(tile, step / 4 * ROWS * 128 + step % 4 * 32, 16, 1024);
 }
 // Summed over rows 16·step … +15 of a tile of ROWS rows (MN-major); the operand's rows are the tile's columns.
 template <int ROWS>
 DEVICE u64 by_rows(u32 tile, int step) {
-    return descriptor(tile + step * 2048, ROWS * 128, 1024);
+    return descriptor(tile, step * 2048, ROWS * 128, 1024);
 }
 
 // s (64 x N) = A Bᵀ, or += when `onto`: both summed over COLUMNS columns. A: 64 rows of a tile of A_ROWS rows, B: a
@@ -136,13 +139,12 @@ DEVICE void to_fragments(u32 (&a)[N / 8][4], const float (&s)[N]) {
 // Store the fragments of 64 rows x 16·T columns transposed, as 16·T rows of 64 columns: one panel.
 template <int T>
 DEVICE void store_transposed(u32 panel, const u32 (&a)[T][4]) {
+    // Matrices 0 and 1 of a fragment are rows 0-7 and 8-15 of columns 0-7, matrices 2 and 3 of columns 8-15.
     int lane = lane_id();
+    u32 to = panel + swizzled((lane & 7) + (lane >> 4) * 8, 2 * warp_id() + (lane >> 3 & 1));
 #pragma unroll
-    for (int t = 0; t < T;
-         t++) // matrices 0 and 1 are rows 0-7 and 8-15 of columns 0-7, matrices 2 and 3 of columns 8-15
-        store_matrices_transposed(panel +
-                                      swizzled(16 * t + (lane & 7) + (lane >> 4) * 8, 2 * warp_id() + (lane >> 3 & 1)),
-                                  a[t][0], a[t][1], a[t][2], a[t][3]);
+    for (int t = 0; t < T; t++)
+        store_matrices_transposed(to + t * 2048, a[t][0], a[t][1], a[t][2], a[t][3]);
 }
 
 template <int N>
@@ -188,7 +190,7 @@ DEVICE void store_statistics(float* statistics, int query, float l, float d, flo
 constexpr int ACCUMULATOR_DIM = panels(HEAD_DIM) * 64;
 template <int N>
 DEVICE void reduce_queries(float* accumulator, int query, int panel, const float (&g)[N]) {
-    float* to = accumulator + (i64(query / 8) * panels(HEAD_DIM) + panel) * 512 + threadIdx.x % 128 * 4;
+    float* to = accumulator + i64(query / 8 * panels(HEAD_DIM) + panel) * 512 + threadIdx.x % 128 * 4;
 #pragma unroll
     for (int b = 0; b < N / 4; b++)
         reduce_add_4(to + b * panels(HEAD_DIM) * 512, g[4 * b], g[4 * b + 1], g[4 * b + 2], g[4 * b + 3]);
@@ -201,11 +203,22 @@ DEVICE void reduce_queries(float* accumulator, int query, int panel, const float
 struct Place {
     int tile, head, batch;
 };
-DEVICE Place place(int tiles, int heads, int batches, i64 streamed_bytes) {
+DEVICE Place place(int block, int tiles, int heads, int batches, i64 streamed_bytes) {
     constexpr i64 CACHE = 32 << 20;
     int all = heads * batches, wide = int(min(max(CACHE / max(streamed_bytes, 1ll), 1ll), i64(all)));
-    int block = blockIdx.x, section = int(block / (i64(wide) * tiles));
+    int section = int(block / (i64(wide) * tiles));
     block -= section * wide * tiles;
     int width = min(wide, all - section * wide), line = section * wide + block % width;
-    return {block / width, line % heads, line / heads};
+    return {uniform(block / width), uniform(line % heads), uniform(line / heads)};
+}
+
+// A place kept in 12 bytes of shared memory across a loop that has no register to spare for it.
+DEVICE void store_place(u32 to, Place p) {
+    store_shared(to, u32(p.tile));
+    store_shared(to + 4, u32(p.head));
+    store_shared(to + 8, u32(p.batch));
+}
+DEVICE Place load_place(u32 from) {
+    return {__float_as_int(load_shared(from)), __float_as_int(load_shared(from + 4)),
+            __float_as_int(load_shared(from + 8))};
 }

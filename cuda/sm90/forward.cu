@@ -1,0 +1,216 @@
+// Forward (2 products), with the softmax normalised as the keys stream past:
+//     S = τQKᵀ, m = max_j S, l = Σ_j exp(S - m), O = Σ_j exp(S - m) V / l  -> out_o,   L = m + ln l  -> out_lse
+// A CTA owns QUERIES queries of one head, 64 a warpgroup. Q stays in shared memory; K and V stream past on two rings,
+// last keys first. The loop issues the scores of one tile, then the second product of the tile before it: the softmax
+// runs under that product. The warpgroups issue in turn, so that one computes its softmax while the tensor cores have
+// the products of another. The m subtracted need not be the maximum, only near it: it moves, and O is scaled, when the
+// maximum has outgrown it by a factor of 2^SLACK. A row with no key keeps l = 0: O = 0, L = -inf.
+#include "tiles.cuh"
+
+static_assert(QUERIES % 64 == 0 && KEYS % 16 == 0, "64 queries a warpgroup, 16 keys an A fragment");
+
+constexpr int WARPGROUPS = QUERIES / 64, MATH_THREADS = 128 * WARPGROUPS, THREADS = MATH_THREADS + 128;
+constexpr int MATH_REGISTERS = WARPGROUPS == 2 ? 240 : 160, LOAD_REGISTERS = WARPGROUPS == 2 ? 24 : 32;
+constexpr u32 Q_BYTES = tile_bytes(QUERIES, HEAD_DIM), K_BYTES = tile_bytes(KEYS, HEAD_DIM),
+              V_BYTES = tile_bytes(KEYS, VALUE_DIM);
+// Shared memory: Q, then STAGES of K, then of V, then the barriers.
+constexpr u32 V_RING = Q_BYTES + STAGES * K_BYTES, BARRIERS = V_RING + STAGES * V_BYTES;
+constexpr float SLACK = 8.f; // exp(S - m) up to 2^8 loses nothing: it is far from the end of either half-precision type
+constexpr float LOWEST = -3.4028235e38f; // below every score, yet LOWEST - LOWEST is a number
+
+struct Maps {
+    TensorMap q, k, v;
+};
+
+typedef float Score[KEYS / 2];
+typedef u32 Fragments[KEYS / 16][4];
+
+DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ks, Ring<STAGES> vs, u32 q_full,
+                 Place here, int m, int n, int tiles) {
+    int key_head = here.head / a.group;
+    barrier_expect(q_full, Q_BYTES);
+    load_tile<QUERIES, HEAD_DIM>(base, maps.q, q_full, m - a.first_query, here.head, here.batch);
+#pragma unroll 1 // few registers
+    for (int t = 0; t < tiles; t++, n -= KEYS) {
+        load_tile<KEYS, HEAD_DIM>(base + Q_BYTES + ks.stage() * K_BYTES, maps.k, ks.fill(K_BYTES), n - a.first_key,
+                                  key_head, here.batch);
+        load_tile<KEYS, VALUE_DIM>(base + V_RING + vs.stage() * V_BYTES, maps.v, vs.fill(V_BYTES), n - a.first_key,
+                                   key_head, here.batch);
+        ks.advance();
+        vs.advance();
+    }
+}
+
+// The warpgroups' turns at the tensor cores: each waits at its own barrier for the one before it.
+DEVICE void take_turn(int wg) {
+    sync_named(1 + wg, 256);
+}
+DEVICE void pass_turn(int wg) {
+    arrive_named(1 + (wg + 1) % WARPGROUPS, 256);
+}
+
+// One group each.
+DEVICE void issue_scores(Score& s, u32 q, u32 k) {
+    wgmma_fence();
+    score_into<HEAD_DIM, QUERIES>(s, q, k, false);
+    wgmma_commit();
+}
+DEVICE void issue_values(float (&acc)[VALUE_DIM / 2], const Fragments& p, u32 v) {
+    wgmma_fence();
+    gather(acc, p, v);
+    wgmma_commit();
+}
+
+// Of rows `row` and row + 8, in units of log2: what is subtracted from the scores, and the sum of the exponentials.
+struct Softmax {
+    Band band;
+    Range inside;
+    int row;
+    float c, base[2], sum[2], shrink[2];
+
+    // S -> exp(S - m) of the keys from n on. True if m has moved: all sums so far are to be multiplied by `shrink`.
+    DEVICE bool apply(Score& s, int n) {
+        if (n < inside.begin || n >= inside.end) {
+#pragma unroll
+            for (int i = 0; i < KEYS / 2; i++)
+                if (!band.sees(row + i / 2 % 2 * 8, n + i / 4 * 8 + lane_id() % 4 * 2 + i % 2))
+                    s[i] = -INFINITY_F;
+        }
+        float top[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+        for (int i = 4; i < KEYS / 2; i++)
+            top[i % 4] = fmaxf(top[i % 4], s[i]);
+        float high[2] = {row_max(fmaxf(top[0], top[1])) * c, row_max(fmaxf(top[2], top[3])) * c};
+        bool moved = any(high[0] > base[0] + SLACK || high[1] > base[1] + SLACK);
+        if (moved) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float next = fmaxf(base[h], high[h]);
+                shrink[h] = exp2_approx(base[h] - next);
+                base[h] = next;
+                sum[h] *= shrink[h];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; i++) {
+            s[i] = exp2_approx(s[i] * c - base[i / 2 % 2]);
+            sum[i / 2 % 2] += s[i];
+        }
+        return moved;
+    }
+    DEVICE void rescale(float (&acc)[VALUE_DIM / 2]) const {
+#pragma unroll
+        for (int i = 0; i < VALUE_DIM / 2; i++)
+            acc[i] *= shrink[i / 2 % 2];
+    }
+};
+
+// Q -> -Q, this warpgroup's rows: with a negative scale the softmax is that of |τ| (-Q)Kᵀ, and the largest score is the
+// largest product again.
+DEVICE void negate_rows(u32 q, int wg) {
+#pragma unroll
+    for (int i = 0; i < 4 * panels(HEAD_DIM); i++) {
+        u32 at = q + i / 4 * QUERIES * 128 + i % 4 * 2048 + threadIdx.x % 128 * 16;
+        float4 x = load_shared_4(at);
+        auto flip = [](float pair) { return __uint_as_float(__float_as_uint(pair) ^ 0x80008000u); };
+        store_shared_4(at, flip(x.x), flip(x.y), flip(x.z), flip(x.w));
+    }
+    proxy_fence();
+    sync_named(1 + WARPGROUPS + wg, 128);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    forward(const __grid_constant__ Attention a, const __grid_constant__ Maps maps) {
+    u32 base = shared_base(), q_full = base + BARRIERS;
+    Ring<STAGES> ks(q_full + 8), vs(q_full + 8 + Ring<STAGES>::BYTES);
+    if (threadIdx.x == 0) {
+        barrier_init(q_full, 1);
+        ks.init(4 * WARPGROUPS);
+        vs.init(4 * WARPGROUPS);
+        barrier_init_fence();
+    }
+    sync_threads();
+
+    int query_tiles = (a.queries + QUERIES - 1) / QUERIES;
+    Place here = place(blockIdx.x, query_tiles, a.query_heads, a.batches,
+                       i64(a.keys) * (2 * HEAD_DIM + 2 * VALUE_DIM) / a.group);
+    int m = (MASK_RIGHT ? query_tiles - 1 - here.tile : here.tile) * QUERIES; // the longest first
+    Band band(a);
+    Range range = band.keys_of(m, QUERIES);
+    int tiles = range.end > range.begin ? (range.end - range.begin + KEYS - 1) / KEYS : 0;
+    int n = range.begin + (tiles - 1) * KEYS;
+
+    if (threadIdx.x >= MATH_THREADS) {
+        registers_shrink<LOAD_REGISTERS>();
+        if (threadIdx.x == MATH_THREADS && tiles > 0)
+            load(a, maps, base, ks, vs, q_full, here, m, n, tiles);
+        return;
+    }
+
+    registers_grow<MATH_REGISTERS>();
+    int wg = warpgroup_id(), row = m + threadIdx.x / 32 * 16 + lane_id() / 4;
+    // A scale of zero makes all scores 0; the smallest one that is not zero does the same, and leaves -inf as it is.
+    float c = fmaxf(fabsf(a.scale) * LOG2E, 1.2e-38f);
+    Softmax softmax = {band, band.keys_inside(m + wg * 64, 64, KEYS), row, c, {LOWEST, LOWEST}, {0.f, 0.f}, {1.f, 1.f}};
+    float acc[VALUE_DIM / 2];
+    clear(acc);
+
+    if (tiles > 0) {
+        u32 q = base + wg * 8192;
+        Score s;
+        Fragments p;
+        barrier_wait(q_full, 0);
+        if (a.scale < 0.f)
+            negate_rows(q, wg);
+        if (wg == WARPGROUPS - 1 && tiles > 1)
+            pass_turn(wg);
+        ks.wait();
+        issue_scores(s, q, base + Q_BYTES);
+        wgmma_wait<0>();
+        settle(s);
+        ks.release();
+        ks.advance();
+        softmax.apply(s, n);
+        to_fragments(p, s);
+#pragma unroll 1
+        for (int t = 1; t < tiles; t++) {
+            n -= KEYS;
+            ks.wait();
+            take_turn(wg);
+            issue_scores(s, q, base + Q_BYTES + ks.stage() * K_BYTES);
+            vs.wait();
+            issue_values(acc, p, base + V_RING + vs.stage() * V_BYTES);
+            if (wg < WARPGROUPS - 1 || t + 1 < tiles)
+                pass_turn(wg);
+            wgmma_wait<1>();
+            settle(s);
+            ks.release();
+            ks.advance();
+            bool moved = softmax.apply(s, n);
+            wgmma_wait<0>();
+            settle(acc);
+            keep(p);
+            vs.release();
+            vs.advance();
+            if (moved)
+                softmax.rescale(acc);
+            to_fragments(p, s);
+        }
+        vs.wait();
+        issue_values(acc, p, base + V_RING + vs.stage() * V_BYTES);
+        wgmma_wait<0>();
+        settle(acc);
+        keep(p);
+    }
+
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float total = row_sum(softmax.sum[h]);
+        softmax.shrink[h] = total > 0.f ? 1.f / total : 0.f;
+        if (lane_id() % 4 == 0 && row + 8 * h < a.queries)
+            *at<float>(a.out_lse, here.batch, here.head, row + 8 * h) =
+                total > 0.f ? (softmax.base[h] + log2_approx(total)) * LN2 : -INFINITY_F;
+    }
+    softmax.rescale(acc);
+    store_rows(a.out_o, here.batch, here.head, row, a.queries, a.value_dim, acc, 1.f);
+}
