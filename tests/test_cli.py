@@ -75,11 +75,11 @@ def test_real_tensors_are_within_budget():
         assert row["source"] == "blocked on cpu"
 
 
-def test_table_for_people():
-    result = flashbob("check", "--input", REAL, "--device", "cpu")
+def test_table_for_people(tmp_path, tensors):
+    result = flashbob("check", "--input", save(tmp_path, tensors), "--device", "cpu")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("minilm_attention.npz: q (1, 12, 166, 32)")
+    assert lines[0].startswith("file.npz: q (1, 4, 10, 8), k (1, 2, 13, 8), v (1, 2, 13, 16) float32")
     assert "not causal" in lines[0]
     assert lines[1].split() == ["computed", "by", "op", "output", "error", "budget", "ratio"]
     assert lines[-1] == "11 of 11 results within budget"
