@@ -411,7 +411,9 @@ class _Arguments:
 
 def _blocked_truth(args: _Arguments) -> dict[str, Float]:
     p = replace(args.problem, dtype="float64")
-    a = {name: None if x is None else np.asarray(x).astype(np.float64) for name, x in args.arrays.items()}
+    a: dict[str, Any] = {
+        name: None if x is None else np.asarray(x).astype(np.float64) for name, x in args.arrays.items()
+    }
     a["o"], a["lse"] = np.empty(p.shape("o")), np.empty(p.shape("lse"))
     blocked.forward(p, a["q"], a["k"], a["v"], a["o"], a["lse"])
     if p.op == "forward":
