@@ -207,6 +207,12 @@ def _hopper_rows_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
     return 2 * (2 * t.QUERIES * d + t.STAGES * t.KEYS * 2 * (d + dv)) + 8 + 32 * t.STAGES
 
 
+def _hopper_forward_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
+    """Q; then stages of K and of V; then a barrier for Q and two for each stage of each ring."""
+    d, dv = _panels(D), _panels(Dv)
+    return 2 * (t.QUERIES * d + t.STAGES * t.KEYS * (d + dv)) + 8 + 32 * t.STAGES
+
+
 def _hopper_columns_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
     """K, UK, V, UV; stages of Q, UQ, dO, statistics; dS and W of two warpgroups; barriers and the CTA's place."""
     d, dv = _panels(D), _panels(Dv)
@@ -216,6 +222,12 @@ def _hopper_columns_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
 
 # wgmma and TMA. Warps: 4 for each 64 rows of results, and 4 that load.
 _SM90 = {
+    "forward": Kernel(
+        {64: (Tile(192, 128, 2, 16),), 128: (Tile(128, 128, 2, 12),)},
+        _hopper_forward_bytes,
+        by_rows=True,
+        maps=("q", "k", "v"),
+    ),
     "bob_rows": Kernel(
         {64: (Tile(128, 80, 3, 12),), 128: (Tile(128, 64, 2, 12),)},
         _hopper_rows_bytes,

@@ -41,6 +41,11 @@ inline void registers_shrink(EMU_SITE) {
 }
 inline int uniform(int x, EMU_SITE) { return (int)emu_shuffle_first((unsigned)x, SITE); }
 inline u32 fresh(u32 x, EMU_SITE) { return emu_shuffle_first(x, SITE); }
+inline bool any(bool x, EMU_SITE) {
+    u32 found = x;
+    for (int i = 1; i < 32; i *= 2) found |= emu_shuffle_xor(found, i, SITE);
+    return found;
+}
 inline void launch_dependents() {}
 inline void wait_dependency() {}
 inline void arrive_named(int id, int threads, EMU_SITE) { emu_arrive(id, threads, SITE); }
