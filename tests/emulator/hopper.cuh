@@ -46,6 +46,7 @@ inline bool any(bool x, EMU_SITE) {
     for (int i = 1; i < 32; i *= 2) found |= emu_shuffle_xor(found, i, SITE);
     return found;
 }
+inline void sync_warp(EMU_SITE) { emu_sync_warp(SITE); }
 inline void launch_dependents() {}
 inline void wait_dependency() {}
 inline void arrive_named(int id, int threads, EMU_SITE) { emu_arrive(id, threads, SITE); }
