@@ -388,7 +388,7 @@ class TorchKind(Kind):
         tensor, strided = torch.Tensor, torch.strided
         tokens: Tokens = []
         pointers: list[int] = []
-        forward_mode = torch.autograd.forward_ad._current_level >= 0
+        forward_mode = self._in_forward_mode()
         x = name = None
         try:
             for name, x in zip(names, arrays, strict=True):
@@ -408,6 +408,9 @@ class TorchKind(Kind):
             raise self._refusal(name, x) from error
         return tokens, pointers, list(arrays)
 
+    def _in_forward_mode(self) -> bool:
+        return getattr(self._torch.autograd.forward_ad, "_current_level", 0) >= 0
+
     def _is_dual(self, x: Any) -> bool:
         return self._torch.autograd.forward_ad.unpack_dual(x).tangent is not None
 
@@ -426,7 +429,7 @@ class TorchKind(Kind):
             return TypeError(f"{name} must be a dense tensor; got layout {x.layout}. Pass {name}.to_dense()")
         if x.is_neg():
             return TypeError(f"{name} has its negative bit set; pass {name}.resolve_neg()")
-        if torch.autograd.forward_ad._current_level >= 0 and self._is_dual(x):
+        if self._in_forward_mode() and self._is_dual(x):
             return TypeError(f"{name} carries a forward-mode tangent, which would be lost here: {adapter}")
         return TypeError(f"{name} has no memory of its own ({_type_name(x)}); got a tensor without storage")
 
@@ -457,13 +460,17 @@ class TorchKind(Kind):
         return True
 
     def on(self, stream: int, device: int) -> contextlib.AbstractContextManager[Any]:
-        cuda = self._torch.cuda
-        return cuda.stream(cuda.ExternalStream(stream, device=device))  # type: ignore[no-any-return]
+        return self._torch.cuda.stream(self._stream(stream, device))  # type: ignore[no-any-return]
 
     def hold(self, arrays: Sequence[Any], stream: int, device: int) -> None:
-        external = self._torch.cuda.ExternalStream(stream, device=device)
+        user = self._stream(stream, device)
         for x in arrays:
-            x.record_stream(external)
+            x.record_stream(user)
+
+    def _stream(self, stream: int, device: int) -> Any:
+        cuda = self._torch.cuda
+        # A null pointer asks ExternalStream for a fresh stream.
+        return cuda.ExternalStream(stream, device=device) if stream else cuda.default_stream(device)
 
 
 class _DLTensor(ctypes.Structure):
@@ -618,9 +625,10 @@ class JaxKind(DLPackKind):
         if not isinstance(x, self._jax.Array):
             return False
         _refuse_tracer(self._jax, name, x)
-        if len(x.sharding.device_set) != 1:
-            raise ValueError(f"{name} must be on one device; got an array sharded over {len(x.sharding.device_set)}")
-        if x.platform() == "cpu":
+        devices = x.devices()
+        if len(devices) != 1:
+            raise ValueError(f"{name} must be on one device; got an array sharded over {len(devices)}")
+        if next(iter(devices)).platform == "cpu":
             x.block_until_ready()  # on a GPU, DLPack makes our stream wait instead
         return True
 

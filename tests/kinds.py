@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import flashbob_cupy
-from flashbob_cupy import arrays
-from flashbob_cupy.problem import AXES, INPUTS, OUTPUTS, axes_of
+from flashbob_cupy import accuracy, arrays
+from flashbob_cupy.problem import AXES, INPUTS, OUTPUTS, Mask, axes_of
 
 OPS = tuple(INPUTS)
 SIZES = {"B": 2, "Hq": 4, "Hkv": 2, "M": 5, "N": 7, "D": 8, "Dv": 6}
@@ -120,7 +120,6 @@ class KindOfArray:
     numpy: Callable[[Any], np.ndarray[Any, Any]]
     pointer: Callable[[Any], int]
     type: type
-    dtypes: tuple[str, ...]
 
 
 def address(x: np.ndarray[Any, Any]) -> int:
@@ -137,29 +136,61 @@ def _torch() -> KindOfArray:
         return x.view(torch.uint16).numpy().view(bf16) if x.dtype == torch.bfloat16 else x.numpy()
 
     bf16 = NUMPY_DTYPES["bfloat16"]
-    return KindOfArray(make, back, lambda x: int(x.data_ptr()), torch.Tensor, tuple(NUMPY_DTYPES))
+    return KindOfArray(make, back, lambda x: int(x.data_ptr()), torch.Tensor)
 
 
 def _jax() -> KindOfArray:
     jax = pytest.importorskip("jax", reason="jax is not installed")
-    return KindOfArray(
-        jax.numpy.asarray,
-        np.asarray,
-        lambda x: x.unsafe_buffer_pointer(),
-        jax.Array,
-        ("float16", "bfloat16", "float32"),
-    )
+    return KindOfArray(jax.numpy.asarray, np.asarray, lambda x: x.unsafe_buffer_pointer(), jax.Array)
 
 
-_EXPORTED = ("float16", "float32", "float64")  # NumPy has no DLPack export of bfloat16
 KINDS: dict[str, Callable[[], KindOfArray]] = {
-    "numpy": lambda: KindOfArray(lambda x: x, lambda x: x, address, np.ndarray, tuple(NUMPY_DTYPES)),
+    "numpy": lambda: KindOfArray(lambda x: x, lambda x: x, address, np.ndarray),
     "torch": _torch,
     "jax": _jax,
-    "only dlpack": lambda: KindOfArray(OnlyDLPack, np.asarray, address, np.ndarray, _EXPORTED),
-    "oldest dlpack": lambda: KindOfArray(Oldest, np.asarray, address, np.ndarray, _EXPORTED),
-    "array api": lambda: KindOfArray(Standard, lambda x: x.data, lambda x: address(x.data), Standard, _EXPORTED),
+    "only dlpack": lambda: KindOfArray(OnlyDLPack, np.asarray, address, np.ndarray),
+    "oldest dlpack": lambda: KindOfArray(Oldest, np.asarray, address, np.ndarray),
+    "array api": lambda: KindOfArray(Standard, lambda x: x.data, lambda x: address(x.data), Standard),
 }
+
+
+def _cupy() -> KindOfArray:
+    import cupy
+
+    return KindOfArray(cupy.asarray, cupy.asnumpy, lambda x: int(x.data.ptr), cupy.ndarray)
+
+
+def _torch_gpu() -> KindOfArray:
+    cpu = _torch()
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    return KindOfArray(lambda x: cpu.make(x).cuda(), lambda x: cpu.numpy(x.cpu()), cpu.pointer, cpu.type)
+
+
+def _jax_gpu() -> KindOfArray:
+    cpu = _jax()
+    import jax
+
+    try:
+        device = jax.devices("cuda")[0]
+    except RuntimeError:
+        pytest.skip("this jax has no CUDA")
+    return KindOfArray(lambda x: jax.device_put(x, device), cpu.numpy, cpu.pointer, cpu.type)
+
+
+GPU_KINDS: dict[str, Callable[[], KindOfArray]] = {"cupy": _cupy, "torch": _torch_gpu, "jax": _jax_gpu}
+
+_DTYPES = {
+    "cupy": tuple(NUMPY_DTYPES),
+    "numpy": tuple(NUMPY_DTYPES),
+    "torch": tuple(NUMPY_DTYPES),
+    "jax": ("float16", "bfloat16", "float32"),  # float64 is a mode of the whole process
+}
+GPU_KINDS_AND_DTYPES = [(name, dtype) for name in GPU_KINDS for dtype in _DTYPES[name]]
+#: NumPy, which the others wrap, exports no bfloat16.
+KINDS_AND_DTYPES = [(name, dtype) for name in KINDS for dtype in _DTYPES.get(name, ("float16", "float32", "float64"))]
 
 
 def bits(x: np.ndarray[Any, Any]) -> bytes:
@@ -173,3 +204,17 @@ def assert_same(actual: Any, expected: Any) -> None:
         assert a.shape == e.shape, name
         assert a.dtype == e.dtype, name
         assert bits(a) == bits(e), name
+
+
+def judge(op: str, given: dict[str, Any], result: Any, mask: Mask, scale: float | None = None) -> None:
+    """Every output of `op`, as NumPy arrays, is within the budget computed from the data."""
+    inputs = {name: given[name] for name in ("q", "k", "v", "do", "uq", "uk", "uv") if name in given}
+    options: dict[str, Any] = {"dlse": given.get("dlse"), "mask": mask, "scale": scale}
+    truth = accuracy.truth(op, **inputs, **options)
+    budgets = accuracy.budgets(op, **inputs, **options, expected=truth)
+    outputs = dict(zip(OUTPUTS[op], result, strict=False))
+    if op == "bob" and given.get("dlse") is not None:
+        outputs["gdlse"] = result.gdlse
+    for name, actual in outputs.items():
+        comparison = accuracy.compare(actual, truth[name], budgets[name])
+        assert comparison.ok, (name, comparison)
