@@ -246,7 +246,7 @@ _VIEWS = ("q", "k", "v", "d", "uq", "uk", "uv", "o", "lse", "dlse", "out_q", "ou
 _WORDS_OF_VIEW = 4
 _STATISTICS_WORD = len(_VIEWS) * _WORDS_OF_VIEW
 _ATTENTION = Struct("=" + "Qqqq" * len(_VIEWS) + "QQ" + "14i" + "f4x")
-_COPY = Struct("=" + "Qqqq" * 2 + "q" + "4i4x")
+_COPY = Struct("=" + "Qqqq" * 2 + "q" + "4i")
 _MAP_BYTES = 128
 _MAPS_KEPT = 64
 _RECIPES_KEPT = 1024
