@@ -436,6 +436,9 @@ def _rounding(x: Array, dtype: Any) -> Float:
 
 
 def _norm(x: Float) -> Float:
-    """The L2 norm of every head of (B, H, ...)."""
-    norms: Float = np.sqrt(np.sum(np.square(x), axis=tuple(range(2, x.ndim))))
+    """The L2 norm of every head of (B, H, ...), without underflow: an error of 1e-300 is not zero."""
+    axes = tuple(range(2, x.ndim))
+    largest = np.max(np.abs(x), axis=axes, keepdims=True, initial=0.0)
+    unit = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
+    norms: Float = np.sqrt(np.sum(np.square(x / unit), axis=axes)) * unit.reshape(x.shape[:2])
     return norms
