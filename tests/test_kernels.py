@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import emulator
 import pytest
 
 from flashbob_cupy import driver, kernels
@@ -18,7 +19,6 @@ from flashbob_cupy import plan as planning
 from flashbob_cupy.errors import CompileError, UnsupportedError
 from flashbob_cupy.plan import Specialisation, plan, typical_device
 from flashbob_cupy.problem import INPUTS, OUTPUTS, Mask, Problem
-from tests import emulator
 
 CUDA = Path(__file__).resolve().parents[1] / "cuda"
 BOB = Problem("bob", 2, 4, 2, 300, 500, 64, 64, "bfloat16", Mask(right=0), 0.125, uq=True, uk=True, uv=True)
