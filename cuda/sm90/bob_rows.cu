@@ -47,35 +47,16 @@ DEVICE void issue_values(float (&acc)[VALUE_DIM / 2], const u32 (&p)[KEYS / 16][
     wgmma_commit();
 }
 
-struct Rows {
-    Band band;
-    float tau, l2[2]; // of rows `row` and row + 8
-    int first, row;   // first row of the warpgroup; this thread's
-
-    // S -> P, of the keys from n on.
-    DEVICE void exponential(float (&s)[KEYS / 2], int n) const {
-        float c = tau * LOG2E;
+// F -> P∘F.
+DEVICE void tangent(const float (&s)[KEYS / 2], float (&f)[KEYS / 2], float tau, float (&alpha)[2]) {
+    if (TANGENT) {
 #pragma unroll
-        for (int i = 0; i < KEYS / 2; i++)
-            s[i] = exp2_approx(s[i] * c - l2[i / 2 % 2]);
-        if (!band.inside(first, 64, n, KEYS)) {
-#pragma unroll
-            for (int i = 0; i < KEYS / 2; i++)
-                if (!band.sees(row + i / 2 % 2 * 8, n + i / 4 * 8 + lane_id() % 4 * 2 + i % 2))
-                    s[i] = 0.f;
+        for (int i = 0; i < KEYS / 2; i++) {
+            f[i] *= s[i] * tau;
+            alpha[i / 2 % 2] += f[i];
         }
     }
-    // F -> P∘F.
-    DEVICE void tangent(const float (&s)[KEYS / 2], float (&f)[KEYS / 2], float (&alpha)[2]) const {
-        if (TANGENT) {
-#pragma unroll
-            for (int i = 0; i < KEYS / 2; i++) {
-                f[i] *= s[i] * tau;
-                alpha[i / 2 % 2] += f[i];
-            }
-        }
-    }
-};
+}
 
 DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ks, Ring<STAGES> vs, u32 q_full,
                  Place here, int m, int n, int tiles) {
@@ -140,14 +121,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     registers_grow<MATH_REGISTERS>();
     int first = m + warpgroup_id() * 64, row = first + warp_id() * 16 + lane_id() / 4;
-    Rows rows = {band, a.scale, {}, first, row};
-    float alpha[2] = {0.f, 0.f}, acc[VALUE_DIM / 2];
+    float tau = a.scale, c = tau * LOG2E, l2[2], alpha[2] = {0.f, 0.f}, acc[VALUE_DIM / 2];
     clear(acc);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         bool real = row + 8 * h >= a.first_query && row + 8 * h < a.queries;
         float l = real ? *at<const float>(a.lse, here.batch, here.head, row + 8 * h) * LOG2E : INFINITY_F;
-        rows.l2[h] = l == -INFINITY_F ? INFINITY_F : l; // no key: P must be 0
+        l2[h] = l == -INFINITY_F ? INFINITY_F : l; // no key: P must be 0
     }
 
     if (tiles > 0) {
@@ -159,12 +139,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         issue_scores(s, f, q, base + K_RING);
         wgmma_wait<1>();
         settle(s);
-        rows.exponential(s, n);
+        exponential(s, c, l2, band, first, row, n);
         wgmma_wait<0>();
         settle(f);
         ks.release();
         ks.advance();
-        rows.tangent(s, f, alpha);
+        tangent(s, f, tau, alpha);
         to_fragments(p, s);
         to_fragments(pf, f);
         for (int t = 1; t < tiles; t++) {
@@ -175,12 +155,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             issue_values(acc, p, pf, base + V_RING + vs.stage() * 2 * V_BYTES);
             wgmma_wait<2>();
             settle(s);
-            rows.exponential(s, n);
+            exponential(s, c, l2, band, first, row, n);
             wgmma_wait<1>();
             settle(f);
             ks.release();
             ks.advance();
-            rows.tangent(s, f, alpha);
+            tangent(s, f, tau, alpha);
             wgmma_wait<0>();
             settle(acc);
             keep(p);
@@ -235,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (a.statistics && r < a.padded_queries) {
                 if (real && a.dlse.data)
                     delta -= *at<const float>(a.dlse, here.batch, here.head, r);
-                store_statistics(statistics, r, rows.l2[h], delta, alpha[h], epsilon);
+                store_statistics(statistics, r, l2[h], delta, alpha[h], epsilon);
             }
         }
     }

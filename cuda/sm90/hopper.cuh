@@ -122,6 +122,10 @@ DEVICE u32 fresh(u32 x) {
 DEVICE bool any(bool x) {
     return __any_sync(0xffffffffu, x);
 }
+// Every lane's accesses to memory before it are ordered before every lane's after it.
+DEVICE void sync_warp() {
+    __syncwarp();
+}
 DEVICE void launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -147,6 +147,21 @@ DEVICE void store_transposed(u32 panel, const u32 (&a)[T][4]) {
         store_matrices_transposed(to + t * 2048, a[t][0], a[t][1], a[t][2], a[t][3]);
 }
 
+// S -> P of 64 rows from `first` on and 2N keys from `n` on: this thread's rows are `row` and row + 8, l2 their
+// L·log2(e), c = τ·log2(e).
+template <int N>
+DEVICE void exponential(float (&s)[N], float c, const float (&l2)[2], const Band& band, int first, int row, int n) {
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        s[i] = exp2_approx(s[i] * c - l2[i / 2 % 2]);
+    if (!band.inside(first, 64, n, 2 * N)) {
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (!band.sees(row + i / 2 % 2 * 8, n + i / 4 * 8 + lane_id() % 4 * 2 + i % 2))
+                s[i] = 0.f;
+    }
+}
+
 template <int N>
 DEVICE void clear(float (&x)[N]) {
 #pragma unroll
@@ -183,6 +198,14 @@ DEVICE void store_statistics(float* statistics, int query, float l, float d, flo
     out[2] = alpha;
     out[4] = d;
     out[6] = epsilon;
+}
+
+DEVICE void load_statistics(const float* statistics, int query, float& l, float& d, float& alpha, float& epsilon) {
+    const float* in = statistics + query / 2 * 8 + query % 2;
+    l = in[0];
+    alpha = in[2];
+    d = in[4];
+    epsilon = in[6];
 }
 
 // fp32 sums of dQ and gQ: computed transposed (64 of a panel's columns as rows, queries as columns) and added where a

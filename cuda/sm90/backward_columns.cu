@@ -1,0 +1,229 @@
+// First backward by columns (5 products, 4 without dQ). With keys as rows, for one tile of queries after another:
+//     Sᵀ = τKQᵀ, P = exp(S - L), dPᵀ = V dOᵀ, dS = P∘(dP - D)
+//     dV = Pᵀ dO                            -> out_v
+//     dK = τ dSᵀ Q                          -> out_k
+//     FUSED: dQ = dS K, added in fp32 to the accumulator (finish_queries scales and rounds it)
+// L·log2 e and D of each query come from statistics.
+// A CTA owns 128 keys of one key head, 64 a warpgroup; Q, dO and the statistics of all query heads of the group stream
+// past on one ring, and dK and dV stay in fp32 registers until the end: K and V are never expanded and every result is
+// written once. P and dS go from accumulators straight into A fragments. FUSED: dS of both warpgroups meets in shared
+// memory, as queries x keys, and each warpgroup sums one half of dQ over all 128 keys, transposed (Kᵀ dSᵀ): one panel
+// of D, or half of the queries where D has one panel. It does so a tile late, from one of two buffers, so that neither
+// waits for the other.
+#include "tiles.cuh"
+
+constexpr bool HALVES = panels(HEAD_DIM) == 1; // of the queries; otherwise panels of D
+static_assert(KEYS == 128 && QUERIES % 16 == 0, "64 keys a warpgroup, 16 queries an A fragment");
+static_assert(!FUSED || !HALVES || QUERIES % 32 == 0, "each warpgroup sums dQ of half of the queries");
+
+constexpr int THREADS = 384,
+              SUMS = HALVES ? QUERIES / 2 : QUERIES; // queries of which a warpgroup sums 64 columns of dQ
+constexpr u32 K_BYTES = tile_bytes(KEYS, HEAD_DIM), V_BYTES = tile_bytes(KEYS, VALUE_DIM);
+constexpr u32 Q_BYTES = tile_bytes(QUERIES, HEAD_DIM), D_BYTES = tile_bytes(QUERIES, VALUE_DIM),
+              STATISTICS = QUERIES * STATISTICS_BYTES;
+// A stage: Q, dO, statistics. Shared memory: K, V, the stages, two buffers for dS (a panel of 64 keys of each
+// warpgroup), the barriers.
+constexpr u32 D_AT = Q_BYTES, STATISTICS_AT = D_AT + D_BYTES, STAGE_BYTES = STATISTICS_AT + round_up(STATISTICS, 1024);
+constexpr u32 RING = K_BYTES + V_BYTES, EXCHANGE = RING + STAGES * STAGE_BYTES, PANEL = QUERIES * 128;
+constexpr u32 BARRIERS = EXCHANGE + FUSED * 4 * PANEL, HANDED = BARRIERS + 8 + Ring<STAGES>::BYTES,
+              PLACE = HANDED + Ring<2>::BYTES;
+
+struct Maps {
+    TensorMap q, d, k, v;
+};
+
+typedef float Score[QUERIES / 2];
+typedef u32 Fragments[QUERIES / 16][4];
+
+DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ring, u32 keys_full, Place here,
+                 Range queries) {
+    int n = here.tile * KEYS - a.first_key;
+    barrier_expect(keys_full, K_BYTES + V_BYTES);
+    load_tile<KEYS, HEAD_DIM>(base, maps.k, keys_full, n, here.head, here.batch);
+    load_tile<KEYS, VALUE_DIM>(base + K_BYTES, maps.v, keys_full, n, here.head, here.batch);
+#pragma unroll 1 // few registers
+    for (int head = here.head * a.group; head < (here.head + 1) * a.group; head++) {
+        const float4* statistics = a.statistics + (i64(here.batch) * a.query_heads + head) * a.padded_queries;
+#pragma unroll 1
+        for (int m = queries.begin; m < queries.end; m += QUERIES) {
+            u32 q = base + RING + ring.stage() * STAGE_BYTES, full = ring.fill(Q_BYTES + D_BYTES + STATISTICS);
+            load_tile<QUERIES, HEAD_DIM>(q, maps.q, full, m - a.first_query, head, here.batch);
+            load_tile<QUERIES, VALUE_DIM>(q + D_AT, maps.d, full, m - a.first_query, head, here.batch);
+            load_bulk(q + STATISTICS_AT, statistics + m, STATISTICS, full);
+            ring.advance();
+        }
+    }
+}
+
+// The two buffers that dS is handed over in: each is full when all 8 warps have stored to it and empty when all have
+// read it.
+struct Exchange {
+    u32 full, empty;
+    DEVICE explicit Exchange(u32 barriers) : full(barriers), empty(barriers + 16) {}
+    DEVICE void init() const {
+        for (int i = 0; i < 4; i++)
+            barrier_init(full + 8 * i, 8);
+    }
+    // Of the turn-th tile.
+    DEVICE void wait_full(u32 turn) const { barrier_wait(full + turn % 2 * 8, turn / 2 % 2); }
+    DEVICE void wait_empty(u32 turn) const { barrier_wait(empty + turn % 2 * 8, turn / 2 % 2 ^ 1); }
+    DEVICE void stored(u32 turn) const {
+        proxy_fence();
+        sync_warp();
+        if (lane_id() == 0)
+            barrier_arrive(full + turn % 2 * 8);
+    }
+    DEVICE void read(u32 turn) const {
+        if (lane_id() == 0)
+            barrier_arrive(empty + turn % 2 * 8);
+    }
+};
+
+// One group: this warpgroup's half of dQᵀ. `k` is its panel of K, `ds` its rows of dS.
+DEVICE void issue_queries(float (&g)[SUMS / 2], u32 k, u32 ds) {
+    wgmma_fence();
+#pragma unroll
+    for (int t = 0; t < KEYS / 16; t++)
+        wgmma<SUMS, 1, 0>(g, by_rows<KEYS>(k, t), by_columns<QUERIES>(ds, t), t > 0);
+    wgmma_commit();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    backward_columns(const __grid_constant__ Attention a, const __grid_constant__ Maps maps) {
+    u32 base = shared_base(), keys_full = base + BARRIERS;
+    Ring<STAGES> ring(keys_full + 8);
+    Exchange exchange(base + HANDED);
+    // Under a causal mask the first keys are seen by the most queries: the longest tiles come first as they are.
+    i64 streamed = i64(a.queries) * (2 * HEAD_DIM + 2 * VALUE_DIM + STATISTICS_BYTES + FUSED * 4 * HEAD_DIM) * a.group;
+    Place here = place(blockIdx.x, (a.keys + KEYS - 1) / KEYS, a.key_heads, a.batches, streamed);
+    if (threadIdx.x == 0) {
+        barrier_init(keys_full, 1);
+        ring.init(8);
+        exchange.init();
+        barrier_init_fence();
+        store_place(base + PLACE, here);
+    }
+    sync_threads();
+    int n = here.tile * KEYS;
+    Band band(a);
+    Range queries = band.queries_of(n, KEYS);
+    queries.begin = queries.begin / QUERIES * QUERIES; // the accumulator knows tiles of 8 queries, the statistics pairs
+
+    if (threadIdx.x >= 256) {
+        registers_shrink<24>();
+        if (threadIdx.x == 256)
+            load(a, maps, base, ring, keys_full, here, queries);
+        return;
+    }
+
+    registers_grow<240>();
+    int wg = warpgroup_id();
+    Range inside = band.queries_inside(QUERIES, n + wg * 64, 64);
+    float c = a.scale * LOG2E;
+    float acc_k[HEAD_DIM / 2], acc_v[VALUE_DIM / 2];
+    Score s, x;
+    Fragments p, ds;
+    clear(acc_k);
+    clear(acc_v);
+    i64 first = i64(here.batch * a.key_heads + here.head) * a.group *
+                a.padded_queries;                          // of the query head, in rows of the accumulator
+    float* sums = a.accumulator + first * ACCUMULATOR_DIM; // of the tile before
+    u32 turn = 1;
+    if (FUSED) { // there is none before the first: its dS is 0
+#pragma unroll
+        for (int i = 0; i < QUERIES / 16; i++)
+            store_shared_4(base + EXCHANGE + wg * PANEL + i * 2048 + threadIdx.x % 128 * 16, 0.f, 0.f, 0.f, 0.f);
+        exchange.stored(0);
+    }
+    barrier_wait(keys_full, 0);
+
+#pragma unroll 1
+    for (int member = 0; member < a.group; member++, first += a.padded_queries) {
+#pragma unroll 1
+        for (int m = queries.begin; m < queries.end; m += QUERIES) {
+            u32 tile = fresh(base), k = tile + wg * 8192, v = k + K_BYTES;
+            u32 q = base + RING + ring.stage() * STAGE_BYTES, d = q + D_AT,
+                pair = q + STATISTICS_AT + lane_id() % 4 * 32;
+            float g[SUMS / 2];
+            ring.wait();
+            wgmma_fence();
+            score_into<HEAD_DIM, KEYS>(s, k, q, false);
+            wgmma_commit();
+            if (FUSED) {
+                exchange.wait_full(turn - 1);
+                issue_queries(g, HALVES ? tile : tile + wg * KEYS * 128,
+                              tile + EXCHANGE + (turn - 1) % 2 * 2 * PANEL + (HALVES ? wg * SUMS * 128 : 0));
+                wgmma_wait<1>();
+            } else {
+                wgmma_wait<0>();
+            }
+            settle(s);
+#pragma unroll
+            for (int b = 0; b < QUERIES / 8; b++) {
+                float2 l = load_shared_2(pair + b * 128);
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    s[4 * b + j] = exp2_approx(s[4 * b + j] * c - (j % 2 ? l.y : l.x));
+            }
+            if (m < inside.begin || m >= inside.end) {
+                int key = fresh(n) + threadIdx.x / 32 * 16 + lane_id() / 4;
+#pragma unroll
+                for (int i = 0; i < QUERIES / 2; i++)
+                    if (!band.sees(m + i / 4 * 8 + lane_id() % 4 * 2 + i % 2, key + i / 2 % 2 * 8))
+                        s[i] = 0.f;
+            }
+            wgmma_wait<0>();
+            if (FUSED) {
+                settle(g);
+                exchange.read(turn - 1);
+                reduce_queries(sums, 0, HALVES ? 0 : wg, g);
+            }
+            wgmma_fence();
+            score_into<VALUE_DIM, KEYS>(x, v, d, false);
+            wgmma_commit();
+            to_fragments(p, s);
+            wgmma_wait<0>();
+            settle(x);
+#pragma unroll
+            for (int b = 0; b < QUERIES / 8; b++) {
+                float2 delta = load_shared_2(pair + b * 128 + 16);
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    x[4 * b + j] = s[4 * b + j] * (x[4 * b + j] - (j % 2 ? delta.y : delta.x));
+            }
+            to_fragments(ds, x);
+            wgmma_fence();
+            gather(acc_v, p, d);
+            gather(acc_k, ds, q);
+            wgmma_commit();
+            if (FUSED) {
+                exchange.wait_empty(turn);
+                store_transposed(tile + EXCHANGE + turn % 2 * 2 * PANEL + wg * PANEL, ds);
+                exchange.stored(turn);
+                sums = a.accumulator + (first + m + (HALVES ? wg * SUMS : 0)) * ACCUMULATOR_DIM;
+            }
+            wgmma_wait<0>();
+            keep(p);
+            keep(ds);
+            settle(acc_k);
+            settle(acc_v);
+            ring.release();
+            ring.advance();
+            turn++;
+        }
+    }
+    if (FUSED) {
+        turn--;
+        float g[SUMS / 2];
+        exchange.wait_full(turn);
+        issue_queries(g, HALVES ? base : base + wg * KEYS * 128,
+                      base + EXCHANGE + turn % 2 * 2 * PANEL + (HALVES ? wg * SUMS * 128 : 0));
+        wgmma_wait<0>();
+        settle(g);
+        reduce_queries(sums, 0, HALVES ? 0 : wg, g);
+    }
+    here = load_place(base + PLACE); // again: registers are short in the loop
+    int key = here.tile * KEYS + threadIdx.x / 32 * 16 + lane_id() / 4;
+    store_rows(a.out_k, here.batch, here.head, key, a.keys, a.dim, acc_k, a.scale);
+    store_rows(a.out_v, here.batch, here.head, key, a.keys, a.value_dim, acc_v, 1.f);
+}
