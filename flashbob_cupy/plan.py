@@ -220,6 +220,20 @@ def _hopper_columns_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
     return 2 * t.KEYS * 2 * (d + dv) + t.STAGES * stage + fused * 4 * t.QUERIES * 128 + 24 + 16 * t.STAGES
 
 
+def _hopper_backward_columns_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
+    """K, V; stages of Q, dO, statistics; two buffers of dS; barriers and the CTA's place."""
+    d, dv = _panels(D), _panels(Dv)
+    stage = 2 * t.QUERIES * (d + dv) + -(-16 * t.QUERIES // 1024) * 1024
+    return 2 * t.KEYS * (d + dv) + t.STAGES * stage + fused * 4 * t.QUERIES * 128 + 8 + 16 * t.STAGES + 32 + 12
+
+
+def _hopper_queries_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
+    """Q, UQ, dO; a ring of K, UK that is a stage deeper than that of V, UV; barriers as in _hopper_rows_bytes."""
+    d, dv = _panels(D), _panels(Dv)
+    streamed = t.KEYS * 2 * ((t.STAGES + 1) * d + t.STAGES * dv)
+    return 2 * (t.QUERIES * (2 * d + dv) + streamed) + 8 + 16 * (2 * t.STAGES + 1)
+
+
 # wgmma and TMA. Warps: 4 for each 64 rows of results, and 4 that load.
 _SM90 = {
     "forward": Kernel(
@@ -227,6 +241,12 @@ _SM90 = {
         _hopper_forward_bytes,
         by_rows=True,
         maps=("q", "k", "v"),
+    ),
+    "backward_columns": Kernel(
+        {64: (Tile(128, 128, 2, 12),), 128: (Tile(64, 128, 2, 12),)},
+        _hopper_backward_columns_bytes,
+        by_rows=False,
+        maps=("q", "d", "k", "v"),
     ),
     "bob_rows": Kernel(
         {64: (Tile(128, 80, 3, 12),), 128: (Tile(128, 64, 2, 12),)},
@@ -240,6 +260,12 @@ _SM90 = {
         by_rows=False,
         maps=("q", "uq", "d", "k", "uk", "v", "uv"),
         unfused={64: (Tile(80, 128, 2, 12),), 128: (Tile(48, 128, 2, 12),)},
+    ),
+    "bob_queries": Kernel(
+        {64: (Tile(128, 64, 2, 12),), 128: (Tile(128, 48, 2, 12),)},
+        _hopper_queries_bytes,
+        by_rows=True,
+        maps=("q", "uq", "d", "k", "uk", "v", "uv"),
     ),
 }
 _QUERY_SIDE = ("q", "uq", "d")

@@ -40,7 +40,7 @@ inline void registers_shrink(EMU_SITE) {
     emu_registers(n, SITE);
 }
 inline int uniform(int x, EMU_SITE) { return (int)emu_shuffle_first((unsigned)x, SITE); }
-inline u32 fresh(u32 x, EMU_SITE) { return emu_shuffle_first(x, SITE); }
+inline u32 fresh(u32 x) { return x; }
 inline bool any(bool x, EMU_SITE) {
     u32 found = x;
     for (int i = 1; i < 32; i *= 2) found |= emu_shuffle_xor(found, i, SITE);
