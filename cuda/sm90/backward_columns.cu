@@ -176,7 +176,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (FUSED) {
                 settle(g);
                 exchange.read(turn - 1);
-                reduce_queries(sums, 0, HALVES ? 0 : wg, g);
+                if (turn > 1)
+                    reduce_queries(sums, 0, HALVES ? 0 : wg, g);
             }
             wgmma_fence();
             score_into<VALUE_DIM, KEYS>(x, v, d, false);
@@ -212,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             turn++;
         }
     }
-    if (FUSED) {
+    if (FUSED && turn > 1) {
         turn--;
         float g[SUMS / 2];
         exchange.wait_full(turn);
