@@ -116,32 +116,31 @@ def cupy_view(view: View) -> Any:
     """A CuPy array over the memory of a CUDA view; bfloat16 appears as uint16."""
     cupy = _cupy()
     item = _ITEM_BYTES[view.dtype]
-    low, size = _extent(view)
-    memory = cupy.cuda.UnownedMemory(low, size, view.owner, view.device[1])
+    below, size = extent(view)
+    memory = cupy.cuda.UnownedMemory(view.pointer - below, size, view.owner, view.device[1])
     return cupy.ndarray(
         view.shape,
         cupy.uint16 if view.dtype == "bfloat16" else view.dtype,
-        cupy.cuda.MemoryPointer(memory, view.pointer - low),
+        cupy.cuda.MemoryPointer(memory, below),
         strides=tuple(stride * item for stride in view.strides),
     )
 
 
-def _extent(view: View) -> tuple[int, int]:
-    """The lowest address of a view, and how many bytes from there to its end."""
-    if 0 in view.shape:
-        return view.pointer, 0
-    item = _ITEM_BYTES[view.dtype]
-    reach = [(size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)]
-    below = sum(r for r in reach if r < 0)
-    return view.pointer + below * item, (sum(abs(r) for r in reach) + 1) * item
+def extent(lie: View | Layout) -> tuple[int, int]:
+    """How many bytes an array reaches below its pointer, and how many it spans."""
+    if 0 in lie.shape:
+        return 0, 0
+    item = _ITEM_BYTES[lie.dtype]
+    reach = [(size - 1) * stride for size, stride in zip(lie.shape, lie.strides, strict=True)]
+    return -sum(r for r in reach if r < 0) * item, (sum(abs(r) for r in reach) + 1) * item
 
 
-def overlaps_itself(view: View) -> bool:
-    """Whether two elements of the view may be one place in memory."""
-    if 0 in view.shape:
+def overlaps_itself(lie: View | Layout) -> bool:
+    """Whether two elements may be one place in memory."""
+    if 0 in lie.shape:
         return False
     reach = 0
-    for stride, size in sorted((abs(stride), size) for size, stride in zip(view.shape, view.strides, strict=True)):
+    for stride, size in sorted((abs(stride), size) for size, stride in zip(lie.shape, lie.strides, strict=True)):
         if size > 1:
             if stride <= reach:
                 return True
@@ -151,7 +150,8 @@ def overlaps_itself(view: View) -> bool:
 
 def overlap(a: View, b: View) -> bool:
     """Whether two views on one device share a byte. Interleaved views of one buffer do not."""
-    (low_a, size_a), (low_b, size_b) = _extent(a), _extent(b)
+    (below_a, size_a), (below_b, size_b) = extent(a), extent(b)
+    low_a, low_b = a.pointer - below_a, b.pointer - below_b
     if size_a == 0 or size_b == 0 or low_a + size_a <= low_b or low_b + size_b <= low_a:
         return False
     # NumPy solves this exactly from addresses and strides alone, so device memory may be described to it.

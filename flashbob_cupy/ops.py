@@ -391,6 +391,10 @@ class _Call:
         for name, given in zip(OUTPUTS[op], given_outputs, strict=True):
             if given is not None:
                 check_output(self.problem, name, given, layout, self.device)
+                if arrays.overlaps_itself(given):
+                    raise ValueError(
+                        f"out ({name}) must not overlap itself; got shape {given.shape} with strides {given.strides}"
+                    )
                 outputs.append((name, _logical(name, given, layout), None))
             elif name != "gdlse" or self.problem.dlse:
                 shape = tuple(getattr(self.problem, axis) for axis in axes_of(name, layout))
@@ -398,6 +402,11 @@ class _Call:
                 new = Layout(shape, arrays.row_major(shape), dtype, self.device)
                 outputs.append((name, _logical(name, new, layout), kind.allocator(shape, dtype, self.device)))
         self.outputs = tuple(outputs)
+        #: Label, layout and extent of every array there is, to see that preallocated results have memory of their own.
+        self._spans = tuple(
+            None if lie is None else (label, lie, *arrays.extent(lie))
+            for label, lie in zip(labels, described, strict=True)
+        )
         self.route = "blocked"
         if self.problem.vanishes:
             self.route = "zero"
@@ -423,7 +432,7 @@ class _Call:
         }
         kind, index = self.kind, self.device[1]
         if given:
-            self._check_overlap(views, pointers)
+            self._check_overlap(pointers)
         if self.device[0] == "cpu":
             return self._compute(q, views, pointers, owners, given, 0)
         current = kind.current_stream(index)
@@ -436,21 +445,19 @@ class _Call:
             kind.hold([owner for owner in owners if owner is not None], stream, index)
         return results
 
-    def _check_overlap(self, views: dict[str, View | None], pointers: list[int]) -> None:
-        """Refuse preallocated results that share memory with an input, with each other or with themselves."""
-        others = {name: view for name, view in views.items() if view is not None}
-        for (name, lie, allocate), pointer in zip(self.outputs, pointers[len(self.inputs) :], strict=False):
-            if allocate is not None:
+    def _check_overlap(self, pointers: list[int]) -> None:
+        """Refuse preallocated results that share memory with an input or with each other."""
+        earlier: list[tuple[int, int, str, View]] = []
+        for place, (span, pointer) in enumerate(zip(self._spans, pointers, strict=True)):
+            if span is None:
                 continue
-            view = View(pointer, *lie, None)
-            if arrays.overlaps_itself(view):
-                raise ValueError(
-                    f"out ({name}) must not overlap itself; got shape {lie.shape} with strides {lie.strides}"
-                )
-            for other, taken in others.items():
-                if arrays.overlap(view, taken):
-                    raise ValueError(f"out ({name}) must not share memory with {other}")
-            others[f"out ({name})"] = view
+            label, lie, below, size = span
+            low, high, view = pointer - below, pointer - below + size, View(pointer, *lie, None)
+            if place >= len(self.inputs):
+                for other_low, other_high, other, taken in earlier:
+                    if low < other_high and other_low < high and arrays.overlap(view, taken):
+                        raise ValueError(f"{label} must not share memory with {other}")
+            earlier.append((low, high, label, view))
 
     def _compute(
         self,
