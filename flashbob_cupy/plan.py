@@ -220,6 +220,12 @@ def _hopper_columns_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
     return 2 * t.KEYS * 2 * (d + dv) + t.STAGES * stage + fused * 4 * t.QUERIES * 128 + 24 + 16 * t.STAGES
 
 
+def _hopper_backward_rows_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
+    """Q, dO; then stages of K and of V; then a barrier for Q and dO and two for each stage of each ring."""
+    d, dv = _panels(D), _panels(Dv)
+    return 2 * (t.QUERIES + t.STAGES * t.KEYS) * (d + dv) + 8 + 32 * t.STAGES
+
+
 def _hopper_backward_columns_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
     """K, V; stages of Q, dO, statistics; two buffers of dS; barriers and the CTA's place."""
     d, dv = _panels(D), _panels(Dv)
@@ -246,6 +252,12 @@ _SM90 = {
         {64: (Tile(128, 128, 2, 12),), 128: (Tile(64, 128, 2, 12),)},
         _hopper_backward_columns_bytes,
         by_rows=False,
+        maps=("q", "d", "k", "v"),
+    ),
+    "backward_rows": Kernel(
+        {64: (Tile(128, 128, 3, 12),), 128: (Tile(128, 80, 3, 12),)},
+        _hopper_backward_rows_bytes,
+        by_rows=True,
         maps=("q", "d", "k", "v"),
     ),
     "bob_rows": Kernel(
