@@ -43,6 +43,7 @@ DEVICE void issue_scores(Score& s, Score& x, u32 base, u32 held, Ring<STAGES> ks
     score_into<HEAD_DIM, QUERIES>(s, held, base + K_RING + ks.stage() * K_BYTES, false);
     wgmma_commit();
     vs.wait();
+    wgmma_fence();
     score_into<VALUE_DIM, QUERIES>(x, held + Q_BYTES, base + V_RING + vs.stage() * V_BYTES, false);
     wgmma_commit();
 }

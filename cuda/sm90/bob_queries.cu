@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     if (threadIdx.x >= 256) {
         registers_shrink<24>();
-        if (threadIdx.x == 256)
+        if (threadIdx.x == 256 && tiles > 0)
             load(a, maps, base, ks, vs, q_full, here, m, n, tiles);
         return;
     }

@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     if (threadIdx.x >= MATH_THREADS) {
         registers_shrink<LOAD_REGISTERS>();
-        if (threadIdx.x == MATH_THREADS) {
+        if (threadIdx.x == MATH_THREADS && tiles > 0) {
             load(a, maps, base, ks, vs, q_full, here, m, n, tiles);
         } else if (threadIdx.x >= MATH_THREADS + 32 && a.accumulator) {
             float4* rows = reinterpret_cast<float4*>(a.accumulator + (line * a.padded_queries + m) * ACCUMULATOR_DIM);
