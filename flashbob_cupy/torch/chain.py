@@ -1,0 +1,280 @@
+"""Attention as a chain of autograd functions, each the derivative of the last.
+
+    Forward     q, k, v                           ->  o, lse
+    Jvp         q, k, v, tq, tk, tv               ->  to, tlse                the derivative of Forward
+    Backward    q, k, v, do, dlse                 ->  dq, dk, dv              the gradient of Forward
+    Bob         q, k, v, do, dlse, uq, uk, uv     ->  gq, gk, gv, gdo, gdlse  the gradient of Backward
+
+The Hessian of <do, o> is symmetric, so the four close under differentiation in both modes: gq, gk, gv along tq, tk, tv
+are the derivative of dq, dk, dv, and gdo is the tangent of o. o and lse are handed on as helpers, not as arguments of
+their own: every derivative below is the total one in q, k and v, and the helpers get none.
+
+Only what would differentiate q, k, v, do or dlse a third time has no formula. In forward mode that is known at once; in
+reverse mode only when a gradient reaches them, so `_Last` stands in front of them and raises then. Everything that is
+linear (uq, uk, uv; tq, tk, tv) can be differentiated without end.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from flashbob_cupy import ops
+from flashbob_cupy.errors import UnsupportedError
+
+Results = tuple[Any, ...]
+
+
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` hidden from torch.compile, which tries to trace whatever Python runs after a graph break.
+
+    torch.compiler.disable imports the compiler, which takes seconds: it waits until someone else has.
+    """
+    hidden: Callable[..., Any] | None = None
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal hidden
+        if hidden is None:
+            if "torch._dynamo" not in sys.modules:
+                return function(*arguments, **keywords)
+            hidden = torch.compiler.disable(function)
+        return hidden(*arguments, **keywords)
+
+    return call
+
+
+_forward = _untraced(ops.forward)
+_backward = _untraced(ops.backward)
+_bob = _untraced(ops.bob)
+_jvp = _untraced(ops.jvp)
+
+
+class Options:
+    """The keywords of the array functions, which are the same along the chain. Opaque to torch's pytrees."""
+
+    __slots__ = ("keywords",)
+
+    def __init__(self, **keywords: Any) -> None:
+        self.keywords = keywords
+
+
+def _third_derivative(what: str) -> NoReturn:
+    raise UnsupportedError(
+        f"{what} of attention would be the third of its output in q, k, v, which is not offered: the first and the "
+        "second are. Detach the second derivative, or use PyTorch's own attention here"
+    )
+
+
+def _plain(*tensors: Tensor | None) -> list[Any]:
+    """The tensors as the array functions take them: what they are part of is recorded by the functions here."""
+    return [x.detach() if x is not None and x.requires_grad else x for x in tensors]
+
+
+def _zeros_like(x: Tensor) -> Tensor:
+    """Zeros of the shape of `x` that take no memory."""
+    return x.new_zeros(()).expand(x.shape)
+
+
+def _any(*tensors: Tensor | None) -> bool:
+    return any(x is not None for x in tensors)
+
+
+class _Function(torch.autograd.Function):  # type: ignore[misc]
+    """A function of arrays that all have the batch as their first axis, and of options."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *arrays, ctx.options = inputs
+        ctx.save_for_backward(*arrays)
+        ctx.save_for_forward(*arrays)
+        ctx.set_materialize_grads(False)
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Results, Any]:
+        """Fold the mapped axis into the batch; an array without it is repeated, as a view where its batch is 1."""
+        size = info.batch_size
+
+        def fold(x: Any, dim: int | None) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+        results = cls.apply(*map(fold, arguments, in_dims))
+        unfolded = tuple(None if x is None else x.unflatten(0, (size, x.shape[0] // size)) for x in results)
+        return unfolded, tuple(None if x is None else 0 for x in results)
+
+
+class Forward(_Function):
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
+        return tuple(_forward(*_plain(q, k, v), **options.keywords))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *arrays, options = inputs
+        _Function.setup_context(ctx, (*arrays, *output, options), None)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Results:
+        if not _any(do, dlse):
+            return (None,) * 4
+        q, k, v, o, lse = ctx.saved_tensors
+        return *Backward.apply(q, k, v, do, dlse, o, lse, ctx.options), None
+
+    @staticmethod
+    def jvp(ctx: Any, tq: Tensor | None, tk: Tensor | None, tv: Tensor | None, _: None) -> Results:
+        q, k, v, o, lse = ctx.saved_tensors
+        return Jvp.apply(q, k, v, tq, tk, tv, o, lse, ctx.options)  # type: ignore[no-any-return]
+
+
+class Jvp(_Function):
+    @staticmethod
+    def forward(*inputs: Any) -> Results:
+        *arrays, options = inputs
+        return tuple(_jvp(*_plain(*arrays), **options.keywords))
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Results:
+        if not _any(do, dlse):
+            return (None,) * 9
+        q, k, v, tq, tk, tv, o, lse = ctx.saved_tensors
+        gq = gk = gv = dq = dk = dv = None
+        if any(ctx.needs_input_grad[:3]):
+            gq, gk, gv, _, _ = _guarded_bob(q, k, v, do, dlse, tq, tk, tv, o, lse, ctx.options)
+        if any(ctx.needs_input_grad[3:6]):
+            gradients = Backward.apply(q, k, v, do, dlse, o, lse, ctx.options)
+            dq, dk, dv = (None if t is None else d for t, d in zip((tq, tk, tv), gradients, strict=True))
+        return gq, gk, gv, dq, dk, dv, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, sq: Any, sk: Any, sv: Any, rq: Any, rk: Any, rv: Any, *_: Any) -> Results:
+        if _any(sq, sk, sv):
+            raise UnsupportedError(
+                "forward mode over forward mode of attention is not offered: take forward over reverse, reverse over "
+                "forward or reverse over reverse, as in torch.func.hessian or jacfwd(jacrev(f))"
+            )
+        q, k, v, _tq, _tk, _tv, o, lse = ctx.saved_tensors
+        return Jvp.apply(q, k, v, rq, rk, rv, o, lse, ctx.options)  # type: ignore[no-any-return]
+
+
+class Backward(_Function):
+    @staticmethod
+    def forward(*inputs: Any) -> Results:
+        *arrays, options = inputs
+        q, k, v, do, dlse, o, lse = _plain(*arrays)
+        do = _zeros_like(o) if do is None else do
+        return tuple(_backward(q, k, v, do, o, lse, dlse=dlse, **options.keywords))
+
+    @staticmethod
+    def backward(ctx: Any, uq: Tensor | None, uk: Tensor | None, uv: Tensor | None) -> Results:
+        if not _any(uq, uk, uv):
+            return (None,) * 8
+        q, k, v, do, dlse, o, lse = ctx.saved_tensors
+        gq = gk = gv = None
+        if any(ctx.needs_input_grad[:3]):
+            gq, gk, gv, gdo, gdlse = _guarded_bob(q, k, v, do, dlse, uq, uk, uv, o, lse, ctx.options)
+        else:  # the derivative in do and dlse alone is a third of the work
+            gdo, gdlse = Jvp.apply(q, k, v, uq, uk, uv, o, lse, ctx.options)
+        return gq, gk, gv, None if do is None else gdo, None if dlse is None else gdlse, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tq: Any, tk: Any, tv: Any, tdo: Any, tdlse: Any, *_: Any) -> Results:
+        return _along(ctx, tq, tk, tv, tdo, tdlse)
+
+
+class Bob(_Function):
+    @staticmethod
+    def forward(*inputs: Any) -> Results:
+        *arrays, _guarded, options = inputs
+        q, k, v, do, dlse, o, lse, uq, uk, uv = _plain(*arrays)
+        do = _zeros_like(o) if do is None else do
+        result = _bob(q, k, v, do, uq, uk, uv, o, lse, dlse=dlse, **options.keywords)
+        return *result, result.gdlse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *arrays, ctx.guarded, options = inputs
+        _Function.setup_context(ctx, (*arrays, options), None)
+
+    @staticmethod
+    def backward(ctx: Any, hq: Any, hk: Any, hv: Any, hdo: Any, hdlse: Any) -> Results:
+        needed = ctx.needs_input_grad
+        if any(needed[:5]) and not ctx.guarded:
+            _third_derivative("this derivative")
+        # Whatever reaches `_Last` makes it raise; nothing does if these derivatives are not wanted.
+        *arguments, _o, _lse, uq, uk, uv = ctx.saved_tensors
+        last = [_zeros_like(x) if need else None for x, need in zip(arguments, needed, strict=False)]
+        grads: list[Any] = [None, None, None]
+        if any(needed[7:10]) and _any(hq, hk, hv, hdo, hdlse):
+            # A symmetric Hessian: uq, uk, uv and their cotangents may change places.
+            along = _along(ctx, hq, hk, hv, hdo, hdlse)
+            grads = [None if u is None else g for u, g in zip((uq, uk, uv), along, strict=True)]
+        return *last, None, None, *grads, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Results:
+        if _any(*tangents[:5]):
+            _third_derivative("this forward-mode derivative")
+        q, k, v, do, dlse, o, lse, *_u = ctx.saved_tensors
+        tuq, tuk, tuv = tangents[7:10]
+        return _guarded_bob(q, k, v, do, dlse, tuq, tuk, tuv, o, lse, ctx.options)
+
+
+class _Last(torch.autograd.Function):  # type: ignore[misc]
+    """The identity on arrays that may be differentiated no further; raises when a derivative has to pass."""
+
+    @staticmethod
+    def forward(*arrays: Tensor | None) -> Results:
+        return tuple(None if x is None else x.view_as(x) for x in arrays)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Results:
+        if _any(*grads):
+            _third_derivative("this derivative")
+        return (None,) * len(grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
+        _third_derivative("this forward-mode derivative")
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *arrays: Tensor | None) -> tuple[Results, Any]:
+        return cls.apply(*arrays), in_dims
+
+
+def _guarded_bob(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor | None,
+    dlse: Tensor | None,
+    uq: Tensor | None,
+    uk: Tensor | None,
+    uv: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    options: Options,
+) -> Results:
+    guarded = torch.is_grad_enabled()  # otherwise nothing is recorded that would have to be guarded
+    if guarded:
+        q, k, v, do, dlse = _Last.apply(q, k, v, do, dlse)
+    return Bob.apply(q, k, v, do, dlse, o, lse, uq, uk, uv, guarded, options)  # type: ignore[no-any-return]
+
+
+def _along(ctx: Any, tq: Any, tk: Any, tv: Any, tdo: Any, tdlse: Any) -> Results:
+    """The derivative of dq, dk, dv along tangents of q, k, v, do and dlse."""
+    q, k, v, do, dlse, o, lse, *_u = ctx.saved_tensors
+    parts: list[Results] = []
+    if _any(tq, tk, tv):
+        parts.append(_guarded_bob(q, k, v, do, dlse, tq, tk, tv, o, lse, ctx.options)[:3])
+    if _any(tdo, tdlse):
+        parts.append(Backward.apply(q, k, v, tdo, tdlse, o, lse, ctx.options))
+    return parts[0] if len(parts) == 1 else tuple(a + b for a, b in zip(*parts, strict=True))
