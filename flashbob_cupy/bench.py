@@ -102,10 +102,11 @@ class Events:
         self.synchronize()
         milliseconds = statistics.median(self.elapsed_ms(begin, end) for begin, end in samples)
         # Few enough calls that none waits for a place in the launch queue.
+        issued = min(repeats, 20)
         start = time.perf_counter()
-        for _ in range(20):
+        for _ in range(issued):
             call()
-        host = (time.perf_counter() - start) / 20
+        host = (time.perf_counter() - start) / issued
         self.synchronize()
         return milliseconds, host * 1e6
 

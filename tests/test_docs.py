@@ -97,3 +97,10 @@ def test_files_named_in_the_pages_exist(page):
     named = re.findall(r"`((?:docs|tools|tests|examples|cuda|flashbob_cupy|\.ci)/[\w./-]*)", text)
     for name in named:
         assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_every_environment_variable_is_in_the_readme():
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "flashbob_cupy").rglob("*.py"))
+    found = set(re.findall(r"\bFLASHBOB_[A-Z_]+\b", sources))
+    assert found
+    assert {name for name in found if f"`{name}`" not in README} == set()

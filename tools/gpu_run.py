@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import importlib.util
 import itertools
 import json
 import re
@@ -141,7 +142,7 @@ def run_benchmark(memory_bytes: int, limit_s: float) -> tuple[list[dict[str, obj
 
 
 def has_torch_adapter() -> bool:
-    return (ROOT / "flashbob_cupy" / "torch.py").exists()
+    return importlib.util.find_spec("flashbob_cupy.torch") is not None
 
 
 def versions() -> dict[str, str]:
