@@ -188,7 +188,7 @@ class Cpu:
         return statistics.median(samples) * 1e3, None
 
     def peak_mib(self, call: Callable[[], object]) -> float | None:
-        """Growth of the process while the call runs, where Linux lets the high-water mark be reset."""
+        """Growth of the process while its first call runs, where Linux lets the high-water mark be reset."""
         try:
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
@@ -285,7 +285,8 @@ def measure(case: Case, impl: str, device: str, seconds: float = 0.2) -> dict[st
     context: AbstractContextManager[None] = nullcontext() if is_peer or device == "cpu" else forced_family(impl)
     with context:
         call = peer_call(case, impl, place) if is_peer else library_call(case, place)
-        call()
+        if device == "cuda":
+            call()  # compiles; on a CPU it would leave memory behind that the next call takes without growing
         peak = place.peak_mib(call)
         milliseconds, host = place.time(call, seconds)
     # How many products a peer's double backward executes is not known.
@@ -303,12 +304,17 @@ def measure(case: Case, impl: str, device: str, seconds: float = 0.2) -> dict[st
         "dtype": case.dtype,
         "causal": case.causal,
         "deterministic": case.deterministic,
-        "ms": round(milliseconds, 4),
+        "ms": _rounded(milliseconds),
         "products": products,
-        "tflops": None if products is None else round(products * case.flop_per_product() / milliseconds / 1e9, 2),
+        "tflops": None if products is None else _rounded(products * case.flop_per_product() / milliseconds / 1e9),
         "host_us": None if host is None else round(host, 1),
         "peak_mib": None if peak is None else round(peak, 1),
     }
+
+
+def _rounded(x: float) -> float:
+    """Four significant digits: more is noise."""
+    return float(f"{x:.4g}")
 
 
 def _place(device: str, torch_tensors: bool) -> Place:
