@@ -2,4 +2,5 @@
 
 from flashbob_cupy.cli import main
 
-main(prog_name="flashbob")
+if __name__ == "__main__":
+    main(prog_name="flashbob")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -310,6 +312,12 @@ def measure(case: Case, impl: str, device: str, seconds: float = 0.2) -> dict[st
         "host_us": None if host is None else round(host, 1),
         "peak_mib": None if peak is None else round(peak, 1),
     }
+
+
+def measure_apart(case: Case, impl: str) -> dict[str, object]:
+    """`measure` on the CPU in a process of its own: memory that earlier calls left behind would hide the peak."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, case, impl, "cpu").result()
 
 
 def _rounded(x: float) -> float:

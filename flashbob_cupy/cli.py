@@ -283,7 +283,9 @@ def bench(
             own = benchmark.families(case)[:1] if device == "cuda" else ["blocked"]
             for impl in [*own, *benchmark.peers(case, device)]:
                 try:
-                    records.append(benchmark.measure(case, impl, device))
+                    on_gpu = device == "cuda"
+                    found = benchmark.measure(case, impl, device) if on_gpu else benchmark.measure_apart(case, impl)
+                    records.append(found)
                 except (RuntimeError, NotImplementedError, MemoryError, ImportError) as error:
                     message(f"{impl} {op} N={length}: {(str(error) or type(error).__name__).splitlines()[0]}")
     if as_json:
