@@ -23,9 +23,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 #include <vector>
-#if !defined(__x86_64__)
 #include <ucontext.h>
-#endif
 
 typedef uint8_t u8;
 typedef uint16_t u16;
@@ -67,7 +65,7 @@ void join(Order& a, const Order& b) {
 }
 
 // ---- fibers ------------------------------------------------------------------------------------------------------------
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(EMU_UCONTEXT)
 extern "C" void emu_switch(void** save, void* load);
 asm(R"(
 .text
