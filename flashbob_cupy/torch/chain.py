@@ -16,6 +16,7 @@ linear (uq, uk, uv; tq, tk, tv) can be differentiated without end.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -83,8 +84,16 @@ def _any(*tensors: Tensor | None) -> bool:
     return any(x is not None for x in tensors)
 
 
+#: torch binds the arguments of every call to the signature of `forward`, and would derive that anew each time.
+_ANY = inspect.Signature([inspect.Parameter("inputs", inspect.Parameter.VAR_POSITIONAL)])
+
+
 class _Function(torch.autograd.Function):  # type: ignore[misc]
     """A function of arrays that all have the batch as their first axis, and of options."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.forward.__signature__ = _ANY
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

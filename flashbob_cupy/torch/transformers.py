@@ -26,6 +26,10 @@ _REFUSED = (
 )
 
 
+#: The names that have been registered.
+_names: set[str] = set()
+
+
 def register_transformers(name: str = "flashbob") -> None:
     """Make `attn_implementation=name` available to transformers models.
 
@@ -38,11 +42,26 @@ def register_transformers(name: str = "flashbob") -> None:
         ImportError: transformers is not installed, or is older than 5.0.
     """
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
     except ImportError as error:
         raise ImportError("register_transformers needs transformers 5.0 or later: pip install transformers") from error
     AttentionInterface.register(name, _attention)
     AttentionMaskInterface.register(name, _mask)
+    _names.add(name)
+    _keep_flash_attention_out(modeling_utils)
+
+
+def _keep_flash_attention_out(modeling_utils: Any) -> None:
+    """transformers takes a name with "flash" in it for a build of FlashAttention, and looks for its functions."""
+    load = getattr(modeling_utils, "lazy_import_flash_attention", None)
+    if load is None or hasattr(load, "passes_over"):
+        return
+
+    def load_unless_ours(implementation: str | None, *arguments: Any, **keywords: Any) -> Any:
+        return None if implementation in _names else load(implementation, *arguments, **keywords)
+
+    load_unless_ours.passes_over = _names  # type: ignore[attr-defined]
+    modeling_utils.lazy_import_flash_attention = load_unless_ours
 
 
 def _refuse(what: str) -> UnsupportedError:
