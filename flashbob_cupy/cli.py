@@ -6,6 +6,7 @@ failed, 2 usage, 3 no usable GPU where one was asked for.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import multiprocessing
@@ -333,6 +334,10 @@ def compile_kernels(archs: tuple[str, ...], jobs: int, no_cache: bool, as_json: 
     Exits with 1 if a kernel does not compile, spills registers, uses local memory or has a warning of the compiler. A
     kernel found in the cache has no report: see --no-cache.
     """
+    try:
+        importlib.import_module("cuda.core")
+    except ImportError:
+        stop("compiling needs cuda-core and NVRTC: pip install flashbob-cupy[cu13], or [cu12]", FAILED)
     work = [(spec, arch, not no_cache) for arch in archs or SHARED_LIMITS for spec in specialisations(arch)]
     rows = []
     with ExitStack() as stack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -295,6 +296,31 @@ def test_a_nan_ratio_is_the_worst():
         assert cli._worst(order) == [bad]
 
 
+@pytest.mark.parametrize(
+    ("arch", "dtype", "D", "serving"),
+    [
+        ("sm_90a", "bfloat16", 64, {"sm90", "sm80", "blocked"}),
+        ("sm_86", "float16", 64, {"sm80", "blocked"}),
+        ("sm_90a", "float16", 160, {"blocked"}),
+        ("sm_90a", "float32", 64, {"blocked"}),
+    ],
+)
+def test_engines_of_a_gpu(monkeypatch, arch, dtype, D, serving):
+    """Which engines are judged on a GPU, and that asking for one leaves no trace."""
+    monkeypatch.setattr(kernels, "device_info", lambda index: plan.typical_device(arch))
+    monkeypatch.delenv(plan.FAMILY_VARIABLE, raising=False)
+    case = check.Case(2, 1, 40, 40, D, D, dtype)
+    inputs = case.inputs(0)
+    problem = case.options.problem(inputs["q"], inputs["k"], inputs["v"])
+    engines = [check.Engine(name, "cuda", np.asarray, np.asarray) for name in plan.FAMILIES]
+    assert {engine.name for engine in engines if engine.serves(problem)} == serving
+    assert plan.FAMILY_VARIABLE not in os.environ
+    monkeypatch.setenv(plan.FAMILY_VARIABLE, "blocked")
+    with engines[0].selected():
+        assert os.environ[plan.FAMILY_VARIABLE] == engines[0].name
+    assert os.environ[plan.FAMILY_VARIABLE] == "blocked"
+
+
 # ------------------------------------------------------------------------------------------------------- doctor
 
 
@@ -420,6 +446,14 @@ def test_compile_in_processes(one_kernel):
     assert document(flashbob("cache", "info", "--json"))["files"] == 0
 
 
+def test_no_compiler_is_one_message(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    result = flashbob("kernels", "compile")
+    assert result.exit_code == cli.FAILED
+    assert result.stdout == ""
+    assert result.stderr == "Error: compiling needs cuda-core and NVRTC: pip install flashbob-cupy[cu13], or [cu12]\n"
+
+
 @pytest.mark.parametrize(
     "outcome",
     [
@@ -431,6 +465,8 @@ def test_compile_in_processes(one_kernel):
     ids=["refused", "spill", "local memory", "warning"],
 )
 def test_a_bad_kernel_fails(monkeypatch, one_kernel, outcome):
+    monkeypatch.setitem(sys.modules, "cuda.core", object())
+
     def compiled(spec, arch, *, cached):
         if isinstance(outcome, Exception):
             raise outcome
