@@ -163,36 +163,36 @@ def _column_bytes(keys: tuple[int, int], queries: tuple[int, int], handed: int) 
     return shared
 
 
-# mma.sync. Row kernels: a warp owns QUERIES / WARPS queries, 16 or 32. Column kernels: a warp owns 16 keys.
+# mma.sync. Row kernels: a warp owns QUERIES / WARPS queries, 16 or 32. Column kernels: KEYS / WARPS keys.
 _SM80 = {
     "forward": Kernel(
-        {64: (Tile(128, 64, 2, 4),), 128: (Tile(128, 64, 2, 8),)},
+        {64: (Tile(128, 64, 2, 4),), 128: (Tile(128, 128, 2, 8), Tile(128, 64, 2, 8))},
         _row_bytes(queries=(1, 0), keys=(1, 1)),
         by_rows=True,
     ),
     "bob_rows": Kernel(
-        {64: (Tile(128, 64, 2, 8),), 128: (Tile(128, 64, 2, 8), Tile(128, 32, 2, 8), Tile(64, 32, 2, 4))},
+        {64: (Tile(128, 32, 2, 4),), 128: (Tile(128, 64, 2, 8), Tile(128, 32, 2, 8), Tile(64, 32, 2, 4))},
         _row_bytes(queries=(2, 0), keys=(2, 2)),
         by_rows=True,
     ),
     "bob_queries": Kernel(
-        {64: (Tile(128, 64, 2, 8), Tile(64, 64, 2, 4)), 128: (Tile(128, 32, 2, 8), Tile(64, 32, 1, 4))},
+        {64: (Tile(64, 64, 2, 4),), 128: (Tile(64, 64, 1, 4), Tile(64, 32, 1, 4))},
         _row_bytes(queries=(2, 1), keys=(2, 2)),
         by_rows=True,
     ),
     "backward_rows": Kernel(
-        {64: (Tile(128, 64, 2, 8),), 128: (Tile(128, 64, 2, 8), Tile(64, 32, 2, 4))},
+        {64: (Tile(64, 64, 2, 4),), 128: (Tile(128, 32, 2, 4), Tile(64, 32, 2, 4))},
         _row_bytes(queries=(1, 1), keys=(1, 1)),
         by_rows=True,
     ),
     "backward_columns": Kernel(
-        {64: (Tile(64, 128, 2, 8),), 128: (Tile(64, 128, 2, 8), Tile(32, 64, 2, 4))},
+        {64: (Tile(32, 128, 2, 4),), 128: (Tile(64, 128, 2, 8), Tile(32, 64, 2, 4))},
         _column_bytes(keys=(1, 1), queries=(1, 1), handed=1),
         by_rows=False,
     ),
     "bob_columns": Kernel(
         {
-            64: (Tile(64, 128, 2, 8), Tile(32, 64, 2, 4)),
+            64: (Tile(64, 64, 2, 4), Tile(32, 64, 2, 4)),
             128: (Tile(32, 128, 2, 8), Tile(32, 64, 2, 4), Tile(16, 64, 1, 4)),
         },
         _column_bytes(keys=(2, 2), queries=(2, 1), handed=2),
@@ -468,7 +468,7 @@ def plan(problem: Problem, device: Device, family: str, direct: frozenset[str]) 
             macros |= cotangents
         if not kernel.by_rows:
             macros["FUSED"] = fused
-        elif family == "sm80":
+        if family == "sm80":
             macros["WARPS"] = tile.WARPS
         blocks = -(-p.M // tile.QUERIES) * p.Hq * p.B if kernel.by_rows else -(-p.N // tile.KEYS) * p.Hkv * p.B
         maps = tuple(TensorMap(f, tile.QUERIES if f in _QUERY_SIDE else tile.KEYS) for f in kernel.maps)

@@ -16,9 +16,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_columns(const 
   load_tile<KEYS, HEAD_DIM, THREADS>(k, a.k, t.batch, t.key_head, t.n, keys, a.dim);
   load_tile<KEYS, VALUE_DIM, THREADS>(v, a.v, t.batch, t.key_head, t.n, keys, a.value_dim);
 
-  int key = t.n + warp_id() * 16 + lane_id() / 4;
+  int key = t.n + warp_id() * 16 * MT;  // this warp's first
   float c = a.scale * LOG2E;
-  float dk[1][HEAD_DIM / 8][4], dv[1][VALUE_DIM / 8][4];
+  float dk[MT][HEAD_DIM / 8][4], dv[MT][VALUE_DIM / 8][4];
   zero(dk);
   zero(dv);
 
@@ -36,19 +36,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_columns(const 
     now.advance(t);
     u32 lane = lane_offset(), q = ring + stage * STAGE_BYTES + lane, d = q + Q_BYTES;
     u32 rows = statistics + stage * STATISTICS_BYTES + lane_id() % 4 * 32;
-    float s[1][QUERY_BLOCKS][4], x[1][QUERY_BLOCKS][4];
-    u32 p[1][QUERIES / 16][4];
+    float s[MT][QUERY_BLOCKS][4], x[MT][QUERY_BLOCKS][4];
+    u32 p[MT][QUERIES / 16][4];
     zero(s);
-    multiply<HEAD_DIM, KEYS>(s, k + lane, warp_id(), q);
-    exponential(s, c, rows, band, m, t.n + warp_id() * 16, key);
+    multiply<HEAD_DIM, KEYS>(s, k + lane, warp_id() * MT, q);
+    exponential(s, c, rows, band, m, key);
     to_fragments(p, s);
     gather(dv, p, d);
     zero(x);
-    multiply<VALUE_DIM, KEYS>(x, v + lane, warp_id(), d);
+    multiply<VALUE_DIM, KEYS>(x, v + lane, warp_id() * MT, d);
 #pragma unroll
     for (int b = 0; b < QUERY_BLOCKS; b++)
 #pragma unroll
-      for (int j = 0; j < 4; j++) x[0][b][j] = s[0][b][j] * (x[0][b][j] - load_shared(rows + b * 128 + j % 2 * 16 + 4));
+      for (int i = 0; i < 2; i++) {
+        float delta = load_shared(rows + b * 128 + i * 16 + 4);
+#pragma unroll
+        for (int h = 0; h < 2 * MT; h++) {
+          float& e = x[h / 2][b][h % 2 * 2 + i];
+          e = s[h / 2][b][h % 2 * 2 + i] * (e - delta);
+        }
+      }
     to_fragments(p, x);
     gather(dk, p, q);
     if (FUSED) {
@@ -66,7 +73,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_columns(const 
   stream(t.steps, fetch, compute);
   copy_async_wait<0>();
 
-  int row = t.n + warp_id() * 16;
-  store_rows(a.out_k, t.batch, t.key_head, row, a.keys, a.dim, dk, a.scale);
-  store_rows(a.out_v, t.batch, t.key_head, row, a.keys, a.value_dim, dv, 1.f);
+  store_rows(a.out_k, t.batch, t.key_head, key, a.keys, a.dim, dk, a.scale);
+  store_rows(a.out_v, t.batch, t.key_head, key, a.keys, a.value_dim, dv, 1.f);
 }

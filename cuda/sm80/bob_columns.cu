@@ -22,9 +22,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_columns(const __gri
   load_tile<KEYS, VALUE_DIM, THREADS>(v, a.v, t.batch, t.key_head, t.n, keys, a.value_dim);
   if (HAS_UV) load_tile<KEYS, VALUE_DIM, THREADS>(uv, a.uv, t.batch, t.key_head, t.n, keys, a.value_dim);
 
-  int key = t.n + warp_id() * 16 + lane_id() / 4;
+  int key = t.n + warp_id() * 16 * MT;  // this warp's first
   float c = a.scale * LOG2E;
-  float gk[1][HEAD_DIM / 8][4], gv[1][VALUE_DIM / 8][4];
+  float gk[MT][HEAD_DIM / 8][4], gv[MT][VALUE_DIM / 8][4];
   zero(gk);
   zero(gv);
 
@@ -43,19 +43,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_columns(const __gri
     now.advance(t);
     u32 lane = lane_offset(), q = ring + stage * STAGE_BYTES + lane, uq = q + Q_BYTES, d = uq + Q_BYTES;
     u32 rows = statistics + stage * STATISTICS_BYTES + lane_id() % 4 * 32;  // of the two queries this lane has in each block of 8
-    float s[1][QUERY_BLOCKS][4], f[1][QUERY_BLOCKS][4], x[1][QUERY_BLOCKS][4];
-    u32 p[1][QUERIES / 16][4];
+    float s[MT][QUERY_BLOCKS][4], f[MT][QUERY_BLOCKS][4], x[MT][QUERY_BLOCKS][4];
+    u32 p[MT][QUERIES / 16][4];
     zero(s);
     if (TANGENT) zero(f);
-    multiply_with_tangent<HAS_UK, HAS_UQ, HEAD_DIM, KEYS>(s, f, k + lane, uk + lane, warp_id(), q, uq);
-    exponential(s, c, rows, band, m, t.n + warp_id() * 16, key);
+    multiply_with_tangent<HAS_UK, HAS_UQ, HEAD_DIM, KEYS>(s, f, k + lane, uk + lane, warp_id() * MT, q, uq);
+    exponential(s, c, rows, band, m, key);
     if (TANGENT) {
 #pragma unroll
       for (int b = 0; b < QUERY_BLOCKS; b++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          f[0][b][j] = f[0][b][j] * a.scale - load_shared(rows + b * 128 + j % 2 * 16 + 8);
-          x[0][b][j] = s[0][b][j] * f[0][b][j];
+        for (int i = 0; i < 2; i++) {
+          float alpha = load_shared(rows + b * 128 + i * 16 + 8);
+#pragma unroll
+          for (int h = 0; h < 2 * MT; h++) {
+            float& e = f[h / 2][b][h % 2 * 2 + i];
+            e = e * a.scale - alpha;
+            x[h / 2][b][h % 2 * 2 + i] = s[h / 2][b][h % 2 * 2 + i] * e;
+          }
         }
     }
     if (TANGENT) {
@@ -63,31 +68,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_columns(const __gri
       gather(gv, p, d);
     }
     zero(x);
-    multiply<VALUE_DIM, KEYS>(x, v + lane, warp_id(), d);
+    multiply<VALUE_DIM, KEYS>(x, v + lane, warp_id() * MT, d);
 #pragma unroll
     for (int b = 0; b < QUERY_BLOCKS; b++) {
-      float y[2][2];
+      float y[2 * MT][2];
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         float4 row = load_shared_4(rows + b * 128 + i * 16);
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          float& e = x[0][b][2 * h + i];
+        for (int h = 0; h < 2 * MT; h++) {
+          float& e = x[h / 2][b][h % 2 * 2 + i];
           e -= row.y;
-          y[h][i] = s[0][b][2 * h + i] * e;
-          e = TANGENT ? f[0][b][2 * h + i] * e - row.w : -row.w;
+          y[h][i] = s[h / 2][b][h % 2 * 2 + i] * e;
+          e = TANGENT ? f[h / 2][b][h % 2 * 2 + i] * e - row.w : -row.w;
         }
       }
 #pragma unroll
-      for (int h = 0; h < 2; h++) p[0][b / 2][b % 2 * 2 + h] = pack(y[h][0], y[h][1]);
+      for (int h = 0; h < 2 * MT; h++) p[h / 2][b / 2][b % 2 * 2 + h % 2] = pack(y[h][0], y[h][1]);
     }
     if (HAS_UQ) gather(gk, p, uq);
     if (FUSED && HAS_UK) store_weights(ds, p);
-    if (HAS_UV) multiply<VALUE_DIM, KEYS>(x, uv + lane, warp_id(), d);
+    if (HAS_UV) multiply<VALUE_DIM, KEYS>(x, uv + lane, warp_id() * MT, d);
 #pragma unroll
-    for (int b = 0; b < QUERY_BLOCKS; b++)
+    for (int m = 0; m < MT; m++)
 #pragma unroll
-      for (int j = 0; j < 4; j++) x[0][b][j] *= s[0][b][j];
+      for (int b = 0; b < QUERY_BLOCKS; b++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) x[m][b][j] *= s[m][b][j];
     to_fragments(p, x);
     gather(gk, p, q);
     if (FUSED) {
@@ -106,7 +113,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_columns(const __gri
   stream(t.steps, fetch, compute);
   copy_async_wait<0>();
 
-  int row = t.n + warp_id() * 16;
-  store_rows(a.out_k, t.batch, t.key_head, row, a.keys, a.dim, gk, a.scale);
-  store_rows(a.out_v, t.batch, t.key_head, row, a.keys, a.value_dim, gv, 1.f);
+  store_rows(a.out_k, t.batch, t.key_head, key, a.keys, a.dim, gk, a.scale);
+  store_rows(a.out_v, t.batch, t.key_head, key, a.keys, a.value_dim, gv, 1.f);
 }

@@ -1,5 +1,5 @@
 // The frame of the kernels that own keys and stream queries: bob_columns, backward_columns.
-// A CTA owns KEYS keys of one key head, 16 to a warp, and walks the query tiles of every query head of the group, so that sums over the group stay in registers.
+// A CTA of WARPS warps owns KEYS keys of one key head, 16·MT to a warp, and walks the query tiles of every query head of the group, so that sums over the group stay in registers.
 // Results are computed with keys as rows: P, dS and W leave the first products as A fragments of the second ones. For gQ = dS UK + W K, which sums over keys, dS and W
 // also go to shared memory (FUSED), where all warps share the product and add their part of it to the fp32 accumulator in global memory.
 #pragma once
@@ -7,8 +7,8 @@
 #include "mask.cuh"
 #include "tiles.cuh"
 
-constexpr int WARPS = KEYS / 16, THREADS = 32 * WARPS, QUERY_BLOCKS = QUERIES / 8;
-static_assert(KEYS % 16 == 0, "a warp owns 16 keys");
+constexpr int THREADS = 32 * WARPS, MT = KEYS / (16 * WARPS), QUERY_BLOCKS = QUERIES / 8;
+static_assert(KEYS == 16 * MT * WARPS && MT >= 1, "a warp owns a whole number of 16-key blocks");
 static_assert(QUERIES % 16 == 0 && QUERIES <= 64, "a tile of dS or W is one panel: 16 to 64 queries");
 
 constexpr u32 WEIGHT_BYTES = panel_bytes(KEYS), STATISTICS_BYTES = 16 * QUERIES;
@@ -50,31 +50,42 @@ DEVICE void load_statistics(u32 to, const Attention& a, int batch, int head, int
   for (int i = threadIdx.x; i < QUERIES; i += THREADS) copy_async(to + 16 * i, rows + i, true);
 }
 
-// S → P with keys as rows. `rows`: the statistics of the two queries this lane has in each block of 8; n: this warp's first key, key: this lane's.
-DEVICE void exponential(float (&s)[1][QUERY_BLOCKS][4], float c, u32 rows, const Band& band, int m, int n, int key) {
+// S → P with keys as rows. `rows`: the statistics of the two queries this lane has in each block of 8; n: this warp's first key.
+DEVICE void exponential(float (&s)[MT][QUERY_BLOCKS][4], float c, u32 rows, const Band& band, int m, int n) {
 #pragma unroll
   for (int b = 0; b < QUERY_BLOCKS; b++)
 #pragma unroll
-    for (int j = 0; j < 4; j++) s[0][b][j] = exp2_approx(s[0][b][j] * c - load_shared(rows + b * 128 + j % 2 * 16));
-  if (!band.inside(m, QUERIES, n, 16)) {
+    for (int i = 0; i < 2; i++) {
+      float l2 = load_shared(rows + b * 128 + i * 16);
 #pragma unroll
-    for (int b = 0; b < QUERY_BLOCKS; b++)
+      for (int h = 0; h < 2 * MT; h++) {
+        float& e = s[h / 2][b][h % 2 * 2 + i];
+        e = exp2_approx(e * c - l2);
+      }
+    }
+  if (!band.inside(m, QUERIES, n, 16 * MT)) {
 #pragma unroll
-      for (int j = 0; j < 4; j++)
-        if (!band.sees(m + 8 * b + lane_id() % 4 * 2 + j % 2, key + j / 2 * 8)) s[0][b][j] = 0.f;
+    for (int h = 0; h < 2 * MT; h++)
+#pragma unroll
+      for (int b = 0; b < QUERY_BLOCKS; b++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+          if (!band.sees(m + 8 * b + lane_id() % 4 * 2 + i, n + lane_id() / 4 + 8 * h)) s[h / 2][b][h % 2 * 2 + i] = 0.f;
   }
 }
 
-// Store A fragments (this warp's 16 keys x QUERIES) to a tile of KEYS rows.
-DEVICE void store_weights(u32 tile, const u32 (&p)[1][QUERIES / 16][4]) {
+// Store A fragments (this warp's 16·MT keys x QUERIES) to a tile of KEYS rows.
+DEVICE void store_weights(u32 tile, const u32 (&p)[MT][QUERIES / 16][4]) {
   int lane = lane_id();
 #pragma unroll
-  for (int x = 0; x < QUERIES / 16; x++)
+  for (int m = 0; m < MT; m++)
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      int row = warp_id() * 16 + lane / 4 + j % 2 * 8, chunk = 2 * x + j / 2;
-      store_shared(tile + row * 128 + ((chunk ^ (row & 7)) << 4) + lane % 4 * 4, p[0][x][j]);
-    }
+    for (int x = 0; x < QUERIES / 16; x++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        int row = (warp_id() * MT + m) * 16 + lane / 4 + j % 2 * 8, chunk = 2 * x + j / 2;
+        store_shared(tile + row * 128 + ((chunk ^ (row & 7)) << 4) + lane % 4 * 4, p[m][x][j]);
+      }
 }
 
 // This warp's part of a sum over keys: QUERIES x HEAD_DIM split into 16-query rows of WIDE 16-column blocks.
@@ -83,7 +94,7 @@ static_assert(WARPS % DOWN == 0 && QUERIES / 16 % DOWN == 0, "warps cover the qu
 
 // g += Wᵀ B: W stored keys x queries, B keys x HEAD_DIM, both KEYS rows.
 DEVICE void multiply_over_keys(float (&g)[2 * WIDE][4], u32 weights, int i, u32 b) {
-#pragma unroll 2
+#pragma unroll UNROLL
   for (int k = 0; k < KEYS / 16; k++) {
     u32 r[4];
     load_matrices_transposed(r, block<KEYS>(weights, k, i));

@@ -1,6 +1,6 @@
 // Forward (2 products), with the softmax normalised as the keys stream past:
-//     S = τQKᵀ, m = max_j S, l = Σ_j exp(S - m), O = Σ_j exp(S - m) V / l  -> out_o,   L = m + ln l  -> out_lse
-// Q stays in shared memory, K and V stream past; exp(S - m) goes from the accumulators straight into the A fragments of the second product.
+//     S = QKᵀ, m = max_j τS, l = Σ_j exp(τS - m), O = Σ_j exp(τS - m) V / l  -> out_o,   L = m + ln l  -> out_lse
+// Q stays in shared memory, K and V stream past; exp(τS - m) goes from the accumulators straight into the A fragments of the second product.
 // A row with no key has m = -inf and l = 0: O = 0, L = -inf.
 #include "row_tiles.cuh"
 
@@ -13,8 +13,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
   Range keys = {a.first_key, a.keys};
   load_tile<QUERIES, HEAD_DIM, THREADS>(q, a.q, t.batch, t.head, t.m, Range{a.first_query, a.queries}, a.dim);
 
-  float c = a.scale * LOG2E;
-  float highest[2 * MT], sum[2 * MT], o[MT][VALUE_DIM / 8][4];  // highest is in units of log2: it holds τ·log2(e)·max
+  // With a negative scale the softmax is that of |τ| (-Q)Kᵀ, and the largest score is the largest product all the same. A scale of zero makes all scores 0; the smallest
+  // normal number does the same and leaves the -inf of unseen entries as it is.
+  float c = fmaxf(fabsf(a.scale) * LOG2E, 1.17549435e-38f);
+  if (a.scale < 0.f) {
+    copy_async_commit();
+    copy_async_wait<0>();
+    sync_threads();
+    for (u32 i = threadIdx.x * 4; i < Q_BYTES; i += THREADS * 4) store_shared(q + i, __float_as_uint(load_shared(q + i)) ^ 0x80008000u);
+  }
+  float highest[2 * MT], sum[2 * MT], o[MT][VALUE_DIM / 8][4];
   zero(o);
 #pragma unroll
   for (int h = 0; h < 2 * MT; h++) {
@@ -34,21 +42,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     float s[MT][KEY_BLOCKS][4];
     zero(s);
     multiply<HEAD_DIM, QUERIES>(s, q + lane, warp_id() * MT, k);
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int b = 0; b < KEY_BLOCKS; b++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) s[m][b][j] *= c;
     if (!band.inside(t.m + warp_id() * 16 * MT, 16 * MT, n, KEYS)) drop_unseen(s, band, t.row, n, -INFINITY_F);
 #pragma unroll
     for (int h = 0; h < 2 * MT; h++) {
       float top = highest[h];
 #pragma unroll
       for (int b = 0; b < KEY_BLOCKS; b++) top = fmaxf(top, fmaxf(s[h / 2][b][2 * (h % 2)], s[h / 2][b][2 * (h % 2) + 1]));
-      top = row_max(top);
-      float base = top == -INFINITY_F ? 0.f : top;  // nothing seen so far: -inf - -inf must not arise
-      float shrink = exp2_approx(highest[h] - base);
+      top = fmaxf(top, shuffle_xor(top, 1));
+      top = fmaxf(top, shuffle_xor(top, 2));
+      float base = top == -INFINITY_F ? 0.f : top * c;  // nothing seen so far: inf - inf must not arise
+      float shrink = exp2_approx(highest[h] * c - base);
       highest[h] = top;
       sum[h] *= shrink;
 #pragma unroll
@@ -61,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           float& e = s[h / 2][b][2 * (h % 2) + i];
-          e = exp2_approx(e - base);
+          e = exp2_approx(e * c - base);
           sum[h] += e;
         }
     }
@@ -81,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       o[h / 2][b][2 * (h % 2)] *= inverse;
       o[h / 2][b][2 * (h % 2) + 1] *= inverse;
     }
-    if (lane_id() % 4 == 0 && row < a.queries) *at<float>(a.out_lse, t.batch, t.head, row) = total > 0.f ? (highest[h] + log2_approx(total)) * LN2 : -INFINITY_F;
+    if (lane_id() % 4 == 0 && row < a.queries) *at<float>(a.out_lse, t.batch, t.head, row) = total > 0.f ? (highest[h] * c + log2_approx(total)) * LN2 : -INFINITY_F;
   }
   store_rows(a.out_o, t.batch, t.head, t.m + warp_id() * 16 * MT, a.queries, a.value_dim, o, 1.f);
 }

@@ -78,11 +78,17 @@ DEVICE void zero(float (&c)[MT][N8][4]) {
       for (int j = 0; j < 4; j++) c[m][b][j] = 0.f;
 }
 
-// The loops over the summed index that read both operands from shared memory are unrolled by two only: unrolled whole, so many fragments are loaded ahead that ptxas spills.
+// The loops over the summed index that read both operands from shared memory are not unrolled whole: so many fragments would be loaded ahead that ptxas spills.
+#if __CUDA_ARCH__ >= 1000
+constexpr int UNROLL = 1;
+#else
+constexpr int UNROLL = 2;
+#endif
+
 // c (16·MT rows x 8·N8) += A Bᵀ over K columns. A: rows 16·i... of a tile of A_ROWS rows, B: all rows of a tile of 8·N8 rows.
 template <int K, int A_ROWS, int MT, int N8>
 DEVICE void multiply(float (&c)[MT][N8][4], u32 a, int i, u32 b) {
-#pragma unroll 2
+#pragma unroll UNROLL
   for (int k = 0; k < K / 16; k++) {
     u32 x[MT][4];
 #pragma unroll
@@ -103,7 +109,7 @@ DEVICE void multiply(float (&c)[MT][N8][4], u32 a, int i, u32 b) {
 // s += A Bᵀ and f += UA Bᵀ + A UBᵀ in one sweep, each fragment read once: the scores and their tangent. (A, B) is (Q, K) by rows and (K, Q) by columns.
 template <bool HAS_UA, bool HAS_UB, int K, int A_ROWS, int MT, int N8>
 DEVICE void multiply_with_tangent(float (&s)[MT][N8][4], float (&f)[MT][N8][4], u32 a, u32 ua, int i, u32 b, u32 ub) {
-#pragma unroll 2
+#pragma unroll UNROLL
   for (int k = 0; k < K / 16; k++) {
     u32 x[MT][4], ux[MT][4];
 #pragma unroll
@@ -165,10 +171,6 @@ DEVICE void gather(float (&c)[MT][N8][4], const u32 (&p)[MT][T][4], u32 b) {
 DEVICE float row_sum(float x) {
   x += shuffle_xor(x, 1);
   return x + shuffle_xor(x, 2);
-}
-DEVICE float row_max(float x) {
-  x = fmaxf(x, shuffle_xor(x, 1));
-  return fmaxf(x, shuffle_xor(x, 2));
 }
 
 // Run `compute(step, stage)` for each step, with `fetch(step, stage)` issued STAGES - 1 steps ahead. The first wait also covers what was fetched before the call.
