@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flashbob_cupy import arrays, plan
@@ -338,7 +338,7 @@ def _unpack_out(op: str, kind: Kind, out: object, with_dlse: bool) -> tuple[Any,
 _NAMES_WITH_OUT = {op: INPUTS[op] + tuple(f"out ({name})" for name in OUTPUTS[op]) for op in OUTPUTS}
 
 
-def _logical(name: str, given: Layout, layout: str) -> Layout:
+def logical(name: str, given: Layout, layout: str) -> Layout:
     """The same memory with its axes in the order batch, head, row, width."""
     shape, strides, dtype, device = given
     if len(AXES[name]) == 3:
@@ -347,6 +347,23 @@ def _logical(name: str, given: Layout, layout: str) -> Layout:
         shape = (shape[0], shape[2], shape[1], shape[3])
         strides = (strides[0], strides[2], strides[1], strides[3])
     return Layout(shape, strides, dtype, device)
+
+
+def compute_in_blocks(
+    problem: Problem, inputs: Mapping[str, View | None], outputs: Mapping[str, View | None], stream: int
+) -> None:
+    """Compute with the blocked engine, on the device of the arrays; absent ones are None or missing."""
+    from flashbob_cupy import blocked
+
+    engine = getattr(blocked, problem.op)
+    q = inputs["q"]
+    assert q is not None
+    borrowed = [*map(inputs.get, INPUTS[problem.op]), *map(outputs.get, OUTPUTS[problem.op])]
+    if q.device[0] == "cpu":
+        engine(problem, *(view and arrays.numpy_view(view) for view in borrowed))
+    else:
+        with arrays.cupy_stream(stream, q.device[1]):
+            engine(problem, *(view and arrays.cupy_view(view) for view in borrowed))
 
 
 class _Call:
@@ -384,7 +401,7 @@ class _Call:
         self.kind = kind
         self.device = q.device
         self.inputs = tuple(
-            (name, None if given is None else _logical(name, given, layout)) for name, given in inputs.items()
+            (name, None if given is None else logical(name, given, layout)) for name, given in inputs.items()
         )
         outputs: list[tuple[str, Layout, Callable[[], Any] | None]] = []
         given_outputs = described[len(inputs) :] or [None] * len(OUTPUTS[op])
@@ -395,12 +412,12 @@ class _Call:
                     raise ValueError(
                         f"out ({name}) must not overlap itself; got shape {given.shape} with strides {given.strides}"
                     )
-                outputs.append((name, _logical(name, given, layout), None))
+                outputs.append((name, logical(name, given, layout), None))
             elif name != "gdlse" or self.problem.dlse:
                 shape = tuple(getattr(self.problem, axis) for axis in axes_of(name, layout))
                 dtype = self.problem.dtype_of(name)
                 new = Layout(shape, arrays.row_major(shape), dtype, self.device)
-                outputs.append((name, _logical(name, new, layout), kind.allocator(shape, dtype, self.device)))
+                outputs.append((name, logical(name, new, layout), kind.allocator(shape, dtype, self.device)))
         self.outputs = tuple(outputs)
         #: Label, layout and extent of every array there is, to see that preallocated results have memory of their own.
         self._spans = tuple(
@@ -484,7 +501,7 @@ class _Call:
                 if 0 not in view.shape:
                     kind.fill(raw, view, -math.inf if name == "lse" else 0.0)
         elif self.route == "blocked":
-            self._blocked(views, results, stream)
+            compute_in_blocks(self.problem, views, results, stream)
         else:
             self._execute(self.problem, views, results, self._workspace, stream, self.device[1])
         finished = (
@@ -492,17 +509,6 @@ class _Call:
             for raw, (_, _, allocate) in zip(raws, self.outputs, strict=True)
         )
         return self._result(*finished)
-
-    def _blocked(self, views: dict[str, View | None], results: dict[str, View], stream: int) -> None:
-        from flashbob_cupy import blocked
-
-        engine = getattr(blocked, self.problem.op)
-        borrowed = [*views.values(), *(results.get(name) for name in OUTPUTS[self.problem.op])]
-        if self.device[0] == "cpu":
-            engine(self.problem, *(view and arrays.numpy_view(view) for view in borrowed))
-        else:
-            with arrays.cupy_stream(stream, self.device[1]):
-                engine(self.problem, *(view and arrays.cupy_view(view) for view in borrowed))
 
     def _workspace(self, size: int) -> View:
         """Scratch of so many bytes, from the allocator that the results come from."""
