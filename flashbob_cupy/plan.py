@@ -108,6 +108,7 @@ class Kernel:
     leaves the gradient of Q to another, where that has better ones; `shared(tile, D, Dv, fused)` is in bytes.
     `by_rows`: one CTA per tile of queries and query head; otherwise one per tile of keys and key head.
     `maps`: the fields (`FIELDS`) of the tensor maps that the kernel takes as its second parameter, in order.
+    `without_uv`: tiles for problems without UV, where the usual ones run out of registers.
     """
 
     tiles: Mapping[int, tuple[Tile, ...]]
@@ -115,9 +116,12 @@ class Kernel:
     by_rows: bool
     maps: tuple[str, ...] = ()
     unfused: Mapping[int, tuple[Tile, ...]] | None = None
+    without_uv: Mapping[int, tuple[Tile, ...]] | None = None
 
-    def choose(self, device: Device, D: int, Dv: int, fused: int, name: str) -> Tile:
+    def choose(self, device: Device, D: int, Dv: int, fused: int, uv: bool, name: str) -> Tile:
         tiles = self.tiles if fused or self.unfused is None else self.unfused
+        if not uv and self.without_uv is not None:
+            tiles = {**tiles, **self.without_uv}
         width = next(width for width in sorted(tiles) if width >= max(D, Dv))
         for tile in tiles[width]:
             if self.shared(tile, D, Dv, fused) <= device.shared_limit:
@@ -214,10 +218,10 @@ def _hopper_forward_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
 
 
 def _hopper_columns_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
-    """K, UK, V, UV; stages of Q, UQ, dO, statistics; dS and W of two warpgroups; barriers and the CTA's place."""
+    """K, UK, V, UV; stages of Q, UQ, dO, statistics; dS and W of two warpgroups; barriers, places."""
     d, dv = _panels(D), _panels(Dv)
     stage = 2 * t.QUERIES * (2 * d + dv) + -(-16 * t.QUERIES // 1024) * 1024
-    return 2 * t.KEYS * 2 * (d + dv) + t.STAGES * stage + fused * 4 * t.QUERIES * 128 + 24 + 16 * t.STAGES
+    return 2 * t.KEYS * 2 * (d + dv) + t.STAGES * stage + fused * 4 * t.QUERIES * 128 + 24 + 24 * t.STAGES
 
 
 def _hopper_backward_rows_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
@@ -253,6 +257,7 @@ _SM90 = {
         _hopper_backward_columns_bytes,
         by_rows=False,
         maps=("q", "d", "k", "v"),
+        unfused={64: (Tile(128, 128, 2, 12),), 128: (Tile(80, 128, 2, 12),)},
     ),
     "backward_rows": Kernel(
         {64: (Tile(128, 128, 3, 12),), 128: (Tile(128, 80, 3, 12),)},
@@ -272,6 +277,7 @@ _SM90 = {
         by_rows=False,
         maps=("q", "uq", "d", "k", "uk", "v", "uv"),
         unfused={64: (Tile(80, 128, 2, 12),), 128: (Tile(48, 128, 2, 12),)},
+        without_uv={128: (Tile(32, 128, 2, 12),)},
     ),
     "bob_queries": Kernel(
         {64: (Tile(128, 64, 2, 12),), 128: (Tile(128, 48, 2, 12),)},
@@ -462,7 +468,7 @@ def plan(problem: Problem, device: Device, family: str, direct: frozenset[str]) 
     padded = -(-p.M // 16) * 16
     for name in _kernels_of(p.op, p.deterministic):
         kernel = TABLES[family][name]
-        tile = kernel.choose(device, head_dim, head_value_dim, fused, name)
+        tile = kernel.choose(device, head_dim, head_value_dim, fused, p.uv, name)
         macros = common | {"QUERIES": tile.QUERIES, "KEYS": tile.KEYS, "STAGES": tile.STAGES}
         if name.startswith("bob"):
             macros |= cotangents

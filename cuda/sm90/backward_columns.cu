@@ -153,10 +153,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 exchange.wait_full(turn - 1);
                 issue_queries(g, HALVES ? tile : tile + wg * KEYS * 128,
                               tile + EXCHANGE + (turn - 1) % 2 * 2 * PANEL + (HALVES ? wg * SUMS * 128 : 0));
-                wgmma_wait<1>();
-            } else {
-                wgmma_wait<0>();
+            } else { // there are registers enough for dP under the exponentials
+                score_into<VALUE_DIM, KEYS>(x, v, d, false);
+                wgmma_commit();
             }
+            wgmma_wait<1>();
             settle(s);
 #pragma unroll
             for (int b = 0; b < QUERIES / 8; b++) {
@@ -172,16 +173,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     if (!band.sees(m + i / 4 * 8 + lane_id() % 4 * 2 + i % 2, key + i / 2 % 2 * 8))
                         s[i] = 0.f;
             }
-            wgmma_wait<0>();
             if (FUSED) {
+                wgmma_wait<0>();
                 settle(g);
                 exchange.read(turn - 1);
                 if (turn > 1)
                     reduce_queries(sums, 0, HALVES ? 0 : wg, g);
+                wgmma_fence();
+                score_into<VALUE_DIM, KEYS>(x, v, d, false);
+                wgmma_commit();
             }
-            wgmma_fence();
-            score_into<VALUE_DIM, KEYS>(x, v, d, false);
-            wgmma_commit();
             to_fragments(p, s);
             wgmma_wait<0>();
             settle(x);
