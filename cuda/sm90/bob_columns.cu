@@ -18,7 +18,8 @@ static_assert(KEYS == 128 && QUERIES % 16 == 0, "64 keys a warpgroup, 16 queries
 
 constexpr int THREADS = 384;
 constexpr bool SHARE = panels(HEAD_DIM) == 2;
-constexpr bool STORE_DS = FUSED && HAS_UK;
+constexpr bool STORE_DS = FUSED && HAS_UK;   // gQ takes dS with UK
+constexpr bool FINISH_C = TANGENT && HAS_UV; // G goes onto F̂∘X - ε; otherwise C is the one or the other
 constexpr u32 K_BYTES = tile_bytes(KEYS, HEAD_DIM), V_BYTES = tile_bytes(KEYS, VALUE_DIM);
 constexpr u32 Q_BYTES = tile_bytes(QUERIES, HEAD_DIM), D_BYTES = tile_bytes(QUERIES, VALUE_DIM),
               STATISTICS = QUERIES * STATISTICS_BYTES;
@@ -38,8 +39,8 @@ struct Maps {
 typedef float Score[QUERIES / 2];
 typedef u32 Fragments[QUERIES / 16][4];
 
-DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ring, u32 keys_full, Place here,
-                 Range queries) {
+DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ring, u32 keys_full, u32 tile_at,
+                 Place here, int begin, int tiles) {
     int n = here.tile * KEYS - a.first_key;
     barrier_expect(keys_full, (1 + HAS_UK) * K_BYTES + (TANGENT + HAS_UV) * V_BYTES);
     load_tile<KEYS, HEAD_DIM>(base, maps.k, keys_full, n, here.head, here.batch);
@@ -51,10 +52,15 @@ DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ri
         load_tile<KEYS, VALUE_DIM>(base + V_AT + V_BYTES, maps.uv, keys_full, n, here.head, here.batch);
 #pragma unroll 1 // few registers
     for (int head = here.head * a.group; head < (here.head + 1) * a.group; head++) {
-        const float4* statistics = a.statistics + (i64(here.batch) * a.query_heads + head) * a.padded_queries;
+        int line = here.batch * a.query_heads + head;
+        const float4* statistics = a.statistics + i64(line) * a.padded_queries;
 #pragma unroll 1
-        for (int m = queries.begin; m < queries.end; m += QUERIES) {
-            u32 q = base + RING + ring.stage() * STAGE_BYTES, full = ring.fill(LOAD_BYTES);
+        for (int t = 0, m = begin; t < tiles; t++, m += QUERIES) {
+            u32 q = base + RING + ring.stage() * STAGE_BYTES;
+            ring.wait_empty();
+            store_shared(tile_at + 8 * ring.stage(), u32(m));
+            store_shared(tile_at + 8 * ring.stage() + 4, u32(line));
+            u32 full = ring.announce(LOAD_BYTES);
             load_tile<QUERIES, HEAD_DIM>(q, maps.q, full, m - a.first_query, head, here.batch);
             if (HAS_UQ)
                 load_tile<QUERIES, HEAD_DIM>(q + UQ_AT, maps.uq, full, m - a.first_query, head, here.batch);
@@ -80,7 +86,7 @@ DEVICE void gather_queries(Score& g, u32 uk, u32 k, u32 ds, u32 w) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     bob_columns(const __grid_constant__ Attention a, const __grid_constant__ Maps maps) {
     u32 base = shared_base(), keys_full = base + BARRIERS;
-    u32 place_at = keys_full + 8 + Ring<STAGES>::BYTES;
+    u32 place_at = keys_full + 8 + Ring<STAGES>::BYTES, tile_at = place_at + 16;
     Ring<STAGES> ring(keys_full + 8);
     // Under a causal mask the first keys are seen by the most queries: the longest tiles come first as they are.
     i64 streamed = i64(a.queries) * (4 * HEAD_DIM + 2 * VALUE_DIM + STATISTICS_BYTES + FUSED * 4 * HEAD_DIM) * a.group;
@@ -96,11 +102,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Band band(a);
     Range queries = band.queries_of(n, KEYS);
     queries.begin = queries.begin / QUERIES * QUERIES; // the accumulator knows tiles of 8 queries, the statistics pairs
+    int tiles = max(0, (queries.end - queries.begin + QUERIES - 1) / QUERIES);
 
     if (threadIdx.x >= 256) {
         registers_shrink<24>();
         if (threadIdx.x == 256)
-            load(a, maps, base, ring, keys_full, here, queries);
+            load(a, maps, base, ring, keys_full, tile_at, here, queries.begin, tiles);
         return;
     }
 
@@ -110,143 +117,145 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float tau = a.scale, c = tau * LOG2E;
     float acc_k[HEAD_DIM / 2], acc_v[VALUE_DIM / 2];
     Score s, f, x;
-    Fragments p, ds;
+    Fragments p, ds, w;
     clear(acc_k);
     clear(acc_v);
-    int line = (here.batch * a.key_heads + here.head) * a.group; // the batch and query head
     barrier_wait(keys_full, 0);
 
+    // Where the CTA and the tile are is read from shared memory when it is needed: the loop has no registers for it.
 #pragma unroll 1
-    for (int member = 0; member < a.group; member++, line++) {
-#pragma unroll 1
-        for (int m = queries.begin; m < queries.end; m += QUERIES) {
-            u32 tile = uniform(fresh(base)), k = tile + wg * 8192, uk = k + K_BYTES, v = k + V_AT, uv = v + V_BYTES;
-            u32 q = base + RING + ring.stage() * STAGE_BYTES, uq = q + UQ_AT, d = q + D_AT,
-                pair = q + STATISTICS_AT + lane_id() % 4 * 32;
-            ring.wait();
-            wgmma_fence();
-            score_into<HEAD_DIM, KEYS>(s, k, q, false);
-            wgmma_commit();
-            if (HAS_UQ)
-                score_into<HEAD_DIM, KEYS>(f, k, uq, false);
-            if (HAS_UK)
-                score_into<HEAD_DIM, KEYS>(f, uk, q, HAS_UQ);
-            wgmma_commit();
-            if (TANGENT)
-                score_into<VALUE_DIM, KEYS>(x, v, d, false);
-            else
-                score_into<VALUE_DIM, KEYS>(x, uv, d, false);
-            wgmma_commit();
+    for (int left = a.group * tiles; left > 0; left--) {
+        u32 tile = uniform(fresh(base)), k = tile + wg * 8192, uk = k + K_BYTES, v = k + V_AT, uv = v + V_BYTES;
+        u32 q = base + RING + ring.stage() * STAGE_BYTES, uq = q + UQ_AT, d = q + D_AT,
+            pair = q + STATISTICS_AT + lane_id() % 4 * 32;
+        ring.wait();
+        wgmma_fence();
+        score_into<HEAD_DIM, KEYS>(s, k, q, false);
+        wgmma_commit();
+        if (HAS_UQ)
+            score_into<HEAD_DIM, KEYS>(f, k, uq, false);
+        if (HAS_UK)
+            score_into<HEAD_DIM, KEYS>(f, uk, q, HAS_UQ);
+        wgmma_commit();
+        if (TANGENT)
+            score_into<VALUE_DIM, KEYS>(x, v, d, false);
+        else
+            score_into<VALUE_DIM, KEYS>(x, uv, d, false);
+        wgmma_commit();
 
-            int first =
-                load_place(place_at).tile * KEYS + wg * 64; // the place is not carried round the loop in registers
-            wgmma_wait<2>();
-            settle(s);
+        int first = load_place(place_at).tile * KEYS + wg * 64, m = load_shared_int(tile_at + 8 * ring.stage());
+        wgmma_wait<2>();
+        settle(s);
+#pragma unroll
+        for (int b = 0; b < QUERIES / 8; b++) {
+            float2 l = load_shared_2(pair + b * 128);
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                s[4 * b + j] = exp2_approx(s[4 * b + j] * c - (j % 2 ? l.y : l.x));
+        }
+        if (!band.inside(m, QUERIES, first, 64)) {
+            int key = first + warp_id() * 16 + lane_id() / 4;
+#pragma unroll
+            for (int i = 0; i < QUERIES / 2; i++)
+                if (!band.sees(m + i / 4 * 8 + lane_id() % 4 * 2 + i % 2, key + i / 2 % 2 * 8))
+                    s[i] = 0.f;
+        }
+        wgmma_wait<1>();
+        if (TANGENT) {
+            settle(f);
 #pragma unroll
             for (int b = 0; b < QUERIES / 8; b++) {
-                float2 l = load_shared_2(pair + b * 128);
+                float2 alpha = load_shared_2(pair + b * 128 + 8);
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    s[4 * b + j] = exp2_approx(s[4 * b + j] * c - (j % 2 ? l.y : l.x));
+                    f[4 * b + j] = f[4 * b + j] * tau - (j % 2 ? alpha.y : alpha.x);
+#pragma unroll
+                for (int j = 0; j < 2; j++)
+                    p[b / 2][b % 2 * 2 + j] =
+                        pack(s[4 * b + 2 * j] * f[4 * b + 2 * j], s[4 * b + 2 * j + 1] * f[4 * b + 2 * j + 1]);
             }
-            if (!band.inside(m, QUERIES, first, 64)) {
-                int key = first + warp_id() * 16 + lane_id() / 4;
-#pragma unroll
-                for (int i = 0; i < QUERIES / 2; i++)
-                    if (!band.sees(m + i / 4 * 8 + lane_id() % 4 * 2 + i % 2, key + i / 2 % 2 * 8))
-                        s[i] = 0.f;
-            }
-            wgmma_wait<1>();
-            if (TANGENT) {
-                settle(f);
-#pragma unroll
-                for (int b = 0; b < QUERIES / 8; b++) {
-                    float2 alpha = load_shared_2(pair + b * 128 + 8);
-#pragma unroll
-                    for (int j = 0; j < 4; j++)
-                        f[4 * b + j] = f[4 * b + j] * tau - (j % 2 ? alpha.y : alpha.x);
-#pragma unroll
-                    for (int j = 0; j < 2; j++)
-                        p[b / 2][b % 2 * 2 + j] =
-                            pack(s[4 * b + 2 * j] * f[4 * b + 2 * j], s[4 * b + 2 * j + 1] * f[4 * b + 2 * j + 1]);
-                }
-            }
-            wgmma_wait<0>();
-            settle(x);
-            if (TANGENT) {
-                wgmma_fence();
-                gather(acc_v, p, d);
-                wgmma_commit();
-            }
-#pragma unroll
-            for (int b = 0; b < QUERIES / 8; b++) {
-                float4 de = load_shared_4(pair + b * 128 + 16); // D, D', ε, ε'
-#pragma unroll
-                for (int j = 0; j < 2; j++) {
-                    float& x0 = x[4 * b + 2 * j];
-                    float& x1 = x[4 * b + 2 * j + 1];
-                    if (TANGENT) {
-                        x0 -= de.x;
-                        x1 -= de.y;
-                        ds[b / 2][b % 2 * 2 + j] = pack(s[4 * b + 2 * j] * x0, s[4 * b + 2 * j + 1] * x1);
-                        x0 = f[4 * b + 2 * j] * x0 - de.z;
-                        x1 = f[4 * b + 2 * j + 1] * x1 - de.w;
-                    } else {
-                        x0 -= de.z;
-                        x1 -= de.w;
-                    }
-                }
-            }
-            if (TANGENT) {
-                wgmma_fence();
-                if (HAS_UV)
-                    score_into<VALUE_DIM, KEYS>(x, uv, d, true);
-                wgmma_commit();
-                if (HAS_UQ)
-                    gather(acc_k, ds, uq);
-                wgmma_commit();
-                if (STORE_DS)
-                    store_transposed(ds_to, ds);
-                wgmma_wait<1>();
-                settle(x);
+        }
+        wgmma_wait<0>();
+        settle(x);
+        if (TANGENT) {
+            wgmma_fence();
+            gather(acc_v, p, d);
+            wgmma_commit();
+            if (!FINISH_C) { // W is next, and registers for another set of fragments are short
+                wgmma_wait<0>();
+                settle(acc_v);
                 keep(p);
             }
+        }
+#pragma unroll
+        for (int b = 0; b < QUERIES / 8; b++) {
+            float4 de = load_shared_4(pair + b * 128 + 16);
+#pragma unroll
+            for (int i = 4 * b; i < 4 * b + 4; i += 2) {
+                if (TANGENT) {
+                    x[i] -= de.x;
+                    x[i + 1] -= de.y;
+                    ds[i / 8][i % 8 / 2] = pack(s[i] * x[i], s[i + 1] * x[i + 1]);
+                    x[i] = f[i] * x[i] - de.z;
+                    x[i + 1] = f[i + 1] * x[i + 1] - de.w;
+                } else {
+                    x[i] -= de.z;
+                    x[i + 1] -= de.w;
+                }
+                if (!FINISH_C)
+                    w[i / 8][i % 8 / 2] = pack(s[i] * x[i], s[i + 1] * x[i + 1]);
+            }
+        }
+        wgmma_fence();
+        if (FINISH_C)
+            score_into<VALUE_DIM, KEYS>(x, uv, d, true);
+        wgmma_commit();
+        if (HAS_UQ)
+            gather(acc_k, ds, uq);
+        wgmma_commit();
+        if (STORE_DS)
+            store_transposed(ds_to, ds);
+        if (FINISH_C) {
+            wgmma_wait<1>();
+            settle(x);
+            keep(p);
 #pragma unroll
             for (int i = 0; i < QUERIES / 2; i++)
                 s[i] *= x[i];
-            to_fragments(p, s);
+            to_fragments(w, s);
+        }
+        wgmma_fence();
+        gather(acc_k, w, q);
+        wgmma_commit();
+        Score g[SHARE ? 1 : panels(HEAD_DIM)];
+        if (FUSED) {
+            store_transposed(w_to, w);
+            proxy_fence();
+            sync_named(SHARE ? 1 : 1 + wg, SHARE ? 256 : 128); // dS and W are stored
             wgmma_fence();
-            gather(acc_k, p, q);
+            if (SHARE)
+                gather_queries<2>(g[0], tile + K_BYTES + wg * KEYS * 128, tile + wg * KEYS * 128, tile + EXCHANGE,
+                                  tile + EXCHANGE + PANEL);
+            else
+                gather_queries<1>(g[0], uk, k, ds_to, w_to);
             wgmma_commit();
-            Score g[SHARE ? 1 : panels(HEAD_DIM)];
-            if (FUSED) {
-                store_transposed(w_to, p);
-                proxy_fence();
-                sync_named(SHARE ? 1 : 1 + wg, SHARE ? 256 : 128); // dS and W are stored
-                wgmma_fence();
-                if (SHARE)
-                    gather_queries<2>(g[0], tile + K_BYTES + wg * KEYS * 128, tile + wg * KEYS * 128, tile + EXCHANGE,
-                                      tile + EXCHANGE + PANEL);
-                else
-                    gather_queries<1>(g[0], uk, k, ds_to, w_to);
-                wgmma_commit();
-            }
-            wgmma_wait<0>();
-            keep(ds);
-            keep(p);
-            settle(acc_k);
-            settle(acc_v);
-            ring.release();
-            ring.advance();
-            if (FUSED) {
-                settle(g[0]);
-                reduce_queries(a.accumulator + i64(uniform(fresh(line))) * a.padded_queries * ACCUMULATOR_DIM,
-                               uniform(fresh(m)), SHARE ? wg : 0, g[0]);
-                sync_named(SHARE ? 3 : 1 + wg, SHARE ? 256 : 128); // dS and W may be overwritten
-            }
+        }
+        int at = load_shared_int(tile_at + 8 * ring.stage()), line = load_shared_int(tile_at + 8 * ring.stage() + 4);
+        wgmma_wait<0>();
+        keep(p);
+        keep(ds);
+        keep(w);
+        settle(acc_k);
+        settle(acc_v);
+        ring.release();
+        ring.advance();
+        if (FUSED) {
+            settle(g[0]);
+            reduce_queries(a.accumulator + i64(line) * a.padded_queries * ACCUMULATOR_DIM, at, SHARE ? wg : 0, g[0]);
+            sync_named(SHARE ? 3 : 1 + wg, SHARE ? 256 : 128); // dS and W may be overwritten
         }
     }
-    here = load_place(place_at); // again
+    here = load_place(place_at);
     int key = here.tile * KEYS + threadIdx.x / 32 * 16 + lane_id() / 4;
     store_rows(a.out_k, here.batch, here.head, key, a.keys, a.dim, acc_k, tau);
     store_rows(a.out_v, here.batch, here.head, key, a.keys, a.value_dim, acc_v, 1.f);

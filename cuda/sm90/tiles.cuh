@@ -67,11 +67,15 @@ struct Ring {
     DEVICE u32 stage() const { return turn < DEPTH ? turn : turn - DEPTH; }
     DEVICE u32 phase() const { return turn >= DEPTH; }
     DEVICE void advance() { turn = turn == 2 * DEPTH - 1 ? 0 : turn + 1; }
-    // The writer's side: wait until the stage is free, announce its bytes, and give the barrier to load onto.
-    DEVICE u32 fill(u32 bytes) const {
-        barrier_wait(empty + 8 * stage(), phase() ^ 1);
+    // The writer's side: wait until the stage is free; announce its bytes, and give the barrier to load onto.
+    DEVICE void wait_empty() const { barrier_wait(empty + 8 * stage(), phase() ^ 1); }
+    DEVICE u32 announce(u32 bytes) const {
         barrier_expect(full + 8 * stage(), bytes);
         return full + 8 * stage();
+    }
+    DEVICE u32 fill(u32 bytes) const {
+        wait_empty();
+        return announce(bytes);
     }
     // The reader's side; release is called by every warp once its reads are complete.
     DEVICE void wait() const { barrier_wait(full + 8 * stage(), phase()); }
@@ -235,6 +239,9 @@ DEVICE Place place(int block, int tiles, int heads, int batches, i64 streamed_by
     return {uniform(block / width), uniform(line % heads), uniform(line / heads)};
 }
 
+DEVICE int load_shared_int(u32 a) {
+    return __float_as_int(load_shared(a));
+}
 // A place kept in 12 bytes of shared memory across a loop that has no register to spare for it.
 DEVICE void store_place(u32 to, Place p) {
     store_shared(to, u32(p.tile));
@@ -242,6 +249,5 @@ DEVICE void store_place(u32 to, Place p) {
     store_shared(to + 8, u32(p.batch));
 }
 DEVICE Place load_place(u32 from) {
-    return {__float_as_int(load_shared(from)), __float_as_int(load_shared(from + 4)),
-            __float_as_int(load_shared(from + 8))};
+    return {load_shared_int(from), load_shared_int(from + 4), load_shared_int(from + 8)};
 }
