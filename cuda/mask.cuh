@@ -1,60 +1,89 @@
 // Which keys a query sees: the one place that knows. A band around the bottom-right aligned diagonal,
 //     i + shift - left <= j <= i + shift + right,   first_key <= j < N.
-// Tiles wholly outside the band are never visited, tiles wholly inside it carry no test, and in the rest an entry is dropped by selection.
+// Tiles wholly outside the band are never visited, tiles wholly inside it carry no test, and in the rest an entry is
+// dropped by selection.
 #pragma once
 #include "attention.cuh"
 
 struct Range {
-  int begin, end;  // half open
+    int begin, end; // half open
 };
 
 struct Band {
-  int queries, keys, first_query, first_key, low, high;  // visible: low <= j - i <= high
+    int queries, keys, first_query, first_key, low, high; // visible: low <= j - i <= high
 
-  DEVICE explicit Band(const Attention& a)
-      : queries(a.queries), keys(a.keys), first_query(a.first_query), first_key(a.first_key), low(a.shift - a.left), high(a.shift + a.right) {}
+    DEVICE explicit Band(const Attention& a)
+        : queries(a.queries), keys(a.keys), first_query(a.first_query), first_key(a.first_key), low(a.shift - a.left),
+          high(a.shift + a.right) {}
 
-  // The keys that some query of [m, m + rows) may see.
-  DEVICE Range keys_of(int m, int rows) const {
-    Range r = {first_key, keys};
-    if (MASK_LEFT) r.begin = max(r.begin, max(m, first_query) + low);
-    if (MASK_RIGHT) r.end = min(r.end, min(m + rows, queries) + high);
-    return r;
-  }
-  // The queries that may see some key of [n, n + columns).
-  DEVICE Range queries_of(int n, int columns) const {
-    Range r = {first_query, queries};
-    if (MASK_RIGHT) r.begin = max(r.begin, n - high);
-    if (MASK_LEFT) r.end = min(r.end, min(n + columns, keys) - low);
-    return r;
-  }
-  // Whether every query of [m, m + rows) sees every key of [n, n + columns). Queries past the end need no test: their L is +inf.
-  DEVICE bool inside(int m, int rows, int n, int columns) const {
-    bool all = n >= first_key && n + columns <= keys;
-    if (MASK_LEFT) all = all && n - (m + rows - 1) >= low;
-    if (MASK_RIGHT) all = all && n + columns - 1 - m <= high;
-    return all;
-  }
-  // The m for which inside(m, rows, n, columns) holds, for a loop over m.
-  DEVICE Range queries_inside(int rows, int n, int columns) const {
-    constexpr int NEVER = 0x7fffffff;
-    Range r = {0, NEVER};
-    if (MASK_RIGHT) r.begin = n + columns - 1 - high;
-    if (MASK_LEFT) r.end = n - low - rows + 2;
-    if (n < first_key || n + columns > keys) r.begin = NEVER;
-    return r;
-  }
-  // The n for which inside(m, rows, n, columns) holds, for a loop over n.
-  DEVICE Range keys_inside(int m, int rows, int columns) const {
-    Range r = {first_key, keys - columns + 1};
-    if (MASK_LEFT) r.begin = max(r.begin, m + rows - 1 + low);
-    if (MASK_RIGHT) r.end = min(r.end, m + high - columns + 2);
-    return r;
-  }
-  DEVICE bool sees(int i, int j) const {
-    bool seen = j >= first_key && j < keys;
-    if (MASK_LEFT) seen = seen && j - i >= low;
-    if (MASK_RIGHT) seen = seen && j - i <= high;
-    return seen;
-  }
+    // The keys that some query of [m, m + rows) may see.
+    DEVICE Range keys_of(int m, int rows) const {
+        Range r = {first_key, keys};
+        if (MASK_LEFT)
+            r.begin = max(r.begin, max(m, first_query) + low);
+        if (MASK_RIGHT)
+            r.end = min(r.end, min(m + rows, queries) + high);
+        return r;
+    }
+    // The queries that may see some key of [n, n + columns).
+    DEVICE Range queries_of(int n, int columns) const {
+        Range r = {first_query, queries};
+        if (MASK_RIGHT)
+            r.begin = max(r.begin, n - high);
+        if (MASK_LEFT)
+            r.end = min(r.end, min(n + columns, keys) - low);
+        return r;
+    }
+    // Whether every query of [m, m + rows) sees every key of [n, n + columns). Queries past the end need no test: their
+    // L is +inf.
+    DEVICE bool inside(int m, int rows, int n, int columns) const {
+        bool all = n >= first_key && n + columns <= keys;
+        if (MASK_LEFT)
+            all = all && n - (m + rows - 1) >= low;
+        if (MASK_RIGHT)
+            all = all && n + columns - 1 - m <= high;
+        return all;
+    }
+    // The m for which inside(m, rows, n, columns) holds, for a loop over m.
+    DEVICE Range queries_inside(int rows, int n, int columns) const {
+        constexpr int NEVER = 0x7fffffff;
+        Range r = {0, NEVER};
+        if (MASK_RIGHT)
+            r.begin = n + columns - 1 - high;
+        if (MASK_LEFT)
+            r.end = n - low - rows + 2;
+        if (n < first_key || n + columns > keys)
+            r.begin = NEVER;
+        return r;
+    }
+    // The n for which inside(m, rows, n, columns) holds, for a loop over n.
+    DEVICE Range keys_inside(int m, int rows, int columns) const {
+        Range r = {first_key, keys - columns + 1};
+        if (MASK_LEFT)
+            r.begin = max(r.begin, m + rows - 1 + low);
+        if (MASK_RIGHT)
+            r.end = min(r.end, m + high - columns + 2);
+        return r;
+    }
+    DEVICE bool sees(int i, int j) const {
+        bool seen = j >= first_key && j < keys;
+        if (MASK_LEFT)
+            seen = seen && j - i >= low;
+        if (MASK_RIGHT)
+            seen = seen && j - i <= high;
+        return seen;
+    }
+    // Whether query i sees one key only. Its P is then 1 and its P∘F̂, dS and W are exactly 0, however large the logits
+    // are: kernels select so, since differences of numbers that were summed in different orders would leave their
+    // rounding behind.
+    DEVICE bool alone(int i) const {
+        int first = first_key, last = keys - 1;
+        if (MASK_LEFT)
+            first = max(first, i + low);
+        if (MASK_RIGHT)
+            last = min(last, i + high);
+        return first == last;
+    }
+    // Whether j is one of several keys that query i sees.
+    DEVICE bool compares(int i, int j) const { return sees(i, j) && !alone(i); }
 };

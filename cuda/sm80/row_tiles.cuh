@@ -1,5 +1,6 @@
 // The frame of the kernels that own queries and stream keys: forward, bob_rows, bob_queries, backward_rows.
-// A CTA of WARPS warps owns QUERIES queries of one head, 16·MT to a warp; tiles of KEYS keys pass through a ring of STAGES.
+// A CTA of WARPS warps owns QUERIES queries of one head, 16·MT to a warp; tiles of KEYS keys pass through a ring of
+// STAGES.
 #pragma once
 #include "mask.cuh"
 #include "tiles.cuh"
@@ -9,33 +10,36 @@ static_assert(QUERIES == 16 * MT * WARPS && MT >= 1, "a warp owns a whole number
 static_assert(KEYS % 16 == 0, "the second products sum over keys 16 at a time");
 
 struct RowTile {
-  int batch, head, key_head, m;  // m: first query
-  int row;                       // first query of this lane; it also owns row + 8, + 16, ...
-  int begin, steps;              // tiles of keys: n = (begin + step) * KEYS
+    int batch, head, key_head, m; // m: first query
+    int row;                      // first query of this lane; it also owns row + 8, + 16, ...
+    int begin, steps;             // tiles of keys: n = (begin + step) * KEYS
 };
 
-// Heads follow each other so that the CTAs running together read the same keys; under a causal mask the longest tiles of a head come first.
+// Heads follow each other so that the CTAs running together read the same keys; under a causal mask the longest tiles
+// of a head come first.
 DEVICE RowTile row_tile(const Attention& a, const Band& band) {
-  RowTile t;
-  int tiles = (a.queries + QUERIES - 1) / QUERIES, index = blockIdx.x % tiles, rest = blockIdx.x / tiles;
-  t.head = rest % a.query_heads;
-  t.batch = rest / a.query_heads;
-  t.key_head = t.head / a.group;
-  t.m = (MASK_RIGHT ? tiles - 1 - index : index) * QUERIES;
-  t.row = t.m + warp_id() * 16 * MT + lane_id() / 4;
-  Range keys = band.keys_of(t.m, QUERIES);
-  t.begin = keys.begin / KEYS;
-  t.steps = t.m + QUERIES > a.first_query ? max(0, (keys.end + KEYS - 1) / KEYS - t.begin) : 0;
-  return t;
+    RowTile t;
+    int tiles = (a.queries + QUERIES - 1) / QUERIES, index = blockIdx.x % tiles, rest = blockIdx.x / tiles;
+    t.head = rest % a.query_heads;
+    t.batch = rest / a.query_heads;
+    t.key_head = t.head / a.group;
+    t.m = (MASK_RIGHT ? tiles - 1 - index : index) * QUERIES;
+    t.row = t.m + warp_id() * 16 * MT + lane_id() / 4;
+    Range keys = band.keys_of(t.m, QUERIES);
+    t.begin = keys.begin / KEYS;
+    t.steps = t.m + QUERIES > a.first_query ? max(0, (keys.end + KEYS - 1) / KEYS - t.begin) : 0;
+    return t;
 }
 
-// Select `value` where a query does not see a key. row: the first query of this lane, n: the first key of the tile.
-DEVICE void drop_unseen(float (&s)[MT][KEY_BLOCKS][4], const Band& band, int row, int n, float value) {
+// Select `value` wherever `keep(query, key)` is false. row: the first query of this lane, n: the first key of the tile.
+template <class Keep>
+DEVICE void drop(float (&s)[MT][KEY_BLOCKS][4], int row, int n, float value, Keep keep) {
 #pragma unroll
-  for (int m = 0; m < MT; m++)
+    for (int m = 0; m < MT; m++)
 #pragma unroll
-    for (int b = 0; b < KEY_BLOCKS; b++)
+        for (int b = 0; b < KEY_BLOCKS; b++)
 #pragma unroll
-      for (int j = 0; j < 4; j++)
-        if (!band.sees(row + 16 * m + j / 2 * 8, n + 8 * b + lane_id() % 4 * 2 + j % 2)) s[m][b][j] = value;
+            for (int j = 0; j < 4; j++)
+                if (!keep(row + 16 * m + j / 2 * 8, n + 8 * b + lane_id() % 4 * 2 + j % 2))
+                    s[m][b][j] = value;
 }
