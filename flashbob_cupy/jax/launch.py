@@ -17,8 +17,11 @@ import jax
 import jax_tvm_ffi
 import tvm_ffi
 from jax import numpy as jnp
+from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from flashbob_cupy import arrays, ops, plan
 from flashbob_cupy.arrays import Layout, View
@@ -29,8 +32,14 @@ from flashbob_cupy.problem import INPUTS, OUTPUTS, Problem, axes_of
 _PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}
 
 
+def tell_devices(primitive: Primitive) -> None:
+    """Have a primitive lowered with the devices known, which splitting its work over them needs."""
+    prim_requires_devices_during_lowering.add(primitive)
+
+
 def register(op: str, primitive: Primitive) -> None:
     """Define how a primitive of the chain is computed on every platform."""
+    tell_devices(primitive)
     for platform in _PLATFORMS:
         call = functools.partial(_call, op, platform)
         mlir.register_lowering(primitive, mlir.lower_fun(call, multiple_results=True), platform=platform)
@@ -43,7 +52,53 @@ def _refuse_platform(context: Any, *_: Any, **__: Any) -> Any:
 
 
 def _call(op: str, platform: str, *given: Any, names: tuple[str, ...], options: Any) -> list[Any]:
-    by_name = {{"tq": "uq", "tk": "uk", "tv": "uv"}.get(name, name): x for name, x in zip(names, given, strict=True)}
+    names = tuple({"tq": "uq", "tk": "uk", "tv": "uv"}.get(name, name) for name in names)
+    shapes = {name: x.shape for name, x in zip(names, given, strict=True)}
+    head = axes_of("q", options.layout).index("Hq")
+    return list(_partitioned(op, platform, names, options, shapes["q"][head], shapes["k"][head])(*given))
+
+
+@functools.cache
+def _partitioned(op: str, platform: str, names: tuple[str, ...], options: Any, Hq: int, Hkv: int) -> Any:
+    """The computation, which on several devices is split by batch and key head the way its arguments are."""
+    results = [name for name in OUTPUTS[op] if name != "gdlse" or "dlse" in names]
+    # A factor is the same number of equal parts in every array that has it: a key head, and its query heads (h g).
+    query_heads = "h" if Hq == Hkv else "g" if Hkv == 1 else "(h g)"
+    factor = {"B": "b", "Hq": query_heads, "Hkv": "h", "M": "m", "N": "n", "D": "d", "Dv": "w"}
+
+    def rule(of: Sequence[str]) -> str:
+        return ", ".join(" ".join(factor[axis] for axis in axes_of(name, options.layout)) for name in of)
+
+    def compute(*given: Any) -> tuple[Any, ...]:
+        return _compute(op, platform, dict(zip(names, given, strict=True)), options)
+
+    def partition(mesh: Any, arguments: Any, _: Any) -> Any:
+        spec = arguments[names.index("q")].sharding.spec
+        split = dict(zip(axes_of("q", options.layout), (*spec, *[None] * 4), strict=False))
+        heads = split["Hq"] if isinstance(split["Hq"], tuple) else (split["Hq"],)
+        # A key head stays with all its query heads. An uneven batch is padded, which does no harm.
+        parts = math.prod(mesh.shape[axis] for axis in heads if axis is not None)
+        split["Hkv"] = split["Hq"] = None if Hkv % parts else split["Hq"]
+
+        def shardings(of: Sequence[str]) -> tuple[NamedSharding, ...]:
+            kept = {axis: split[axis] for axis in ("B", "Hq", "Hkv")}
+            specs = (PartitionSpec(*map(kept.get, axes_of(name, options.layout))) for name in of)
+            return tuple(NamedSharding(mesh, spec) for spec in specs)
+
+        return mesh, compute, shardings(results), shardings(names)
+
+    sharding_rule = f"{rule(names)} -> {rule(results)}"
+    function = custom_partitioning(compute)
+    function.def_partition(
+        partition=partition,
+        sharding_rule=sharding_rule,
+        need_replication_factors=tuple(sorted(set("mgdnw") & set(sharding_rule), key=sharding_rule.index)),
+        **({"g": Hq // Hkv} if query_heads == "(h g)" else {}),
+    )
+    return function
+
+
+def _compute(op: str, platform: str, by_name: dict[str, Any], options: Any) -> tuple[Any, ...]:
     sizes = {
         axis: size
         for name in ("q", "k", "v")
@@ -64,9 +119,8 @@ def _call(op: str, platform: str, *given: Any, names: tuple[str, ...], options: 
         for name in outputs
     ]
     if problem.vanishes:
-        return [
-            jnp.full(r.shape, -math.inf if n == "lse" else 0, r.dtype) for n, r in zip(outputs, results, strict=True)
-        ]
+        fills = [-math.inf if name == "lse" else 0.0 for name in outputs]
+        return tuple(jnp.full(x.shape, fill, x.dtype) for x, fill in zip(results, fills, strict=True))
     if "do" in INPUTS[op] and "do" not in by_name:
         by_name["do"] = jnp.zeros_like(by_name["o"])
     inputs = tuple(name for name in INPUTS[op] if name in by_name)
@@ -77,7 +131,7 @@ def _call(op: str, platform: str, *given: Any, names: tuple[str, ...], options: 
         platform, inputs, options.layout, dataclasses.replace(problem, B=0, Hq=0, Hkv=0, M=0, N=0, D=0, Dv=0)
     )
     given = jax.ffi.ffi_call(target, results)(*(by_name[name] for name in inputs))
-    return list(given)[: len(outputs)]
+    return tuple(given)[: len(outputs)]
 
 
 def _workspace(problem: Problem, layout: str, names: Sequence[str]) -> int:
