@@ -17,7 +17,7 @@ static_assert(KEYS == 128 && QUERIES % 16 == 0, "64 keys a warpgroup, 16 queries
 static_assert(!FUSED || !HALVES || QUERIES % 32 == 0, "each warpgroup sums dQ of half of the queries");
 
 constexpr int THREADS = 384,
-              SUMS = HALVES ? QUERIES / 2 : QUERIES; // queries of which a warpgroup sums 64 columns of dQ
+              SUMS = FUSED && HALVES ? QUERIES / 2 : QUERIES; // queries of which a warpgroup sums 64 columns of dQ
 constexpr u32 K_BYTES = tile_bytes(KEYS, HEAD_DIM), V_BYTES = tile_bytes(KEYS, VALUE_DIM);
 constexpr u32 Q_BYTES = tile_bytes(QUERIES, HEAD_DIM), D_BYTES = tile_bytes(QUERIES, VALUE_DIM),
               STATISTICS = QUERIES * STATISTICS_BYTES;

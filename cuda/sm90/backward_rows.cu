@@ -1,8 +1,9 @@
 // dQ by rows, for results that are bitwise the same in every run (3 products):
 //     S = τQKᵀ, P = exp(S - L), dP = dO Vᵀ, dS = P∘(dP - D), dQ = τ dS K  -> out_q
 // L·log2 e and D of each query come from statistics.
-// A CTA owns QUERIES queries of one head, 64 a warpgroup. Q and dO stay in shared memory; K and V stream past on two rings, last keys first. The loop issues the
-// scores of one tile, then the product dS K of the tile before it, whose A fragments come straight from accumulators: the element-wise work runs under it.
+// A CTA owns QUERIES queries of one head, 64 a warpgroup. Q and dO stay in shared memory; K and V stream past on two
+// rings, last keys first. The loop issues the scores of one tile, then the product dS K of the tile before it, whose A
+// fragments come straight from accumulators: the element-wise work runs under it.
 #include "tiles.cuh"
 
 static_assert(QUERIES % 64 == 0 && KEYS % 16 == 0, "64 queries a warpgroup, 16 keys an A fragment");
@@ -22,15 +23,18 @@ struct Maps {
 typedef float Score[KEYS / 2];
 typedef u32 Fragments[KEYS / 16][4];
 
-DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ks, Ring<STAGES> vs, u32 held_full, Place here, int m, int n, int tiles) {
+DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ks, Ring<STAGES> vs, u32 held_full,
+                 Place here, int m, int n, int tiles) {
     int key_head = here.head / a.group;
     barrier_expect(held_full, Q_BYTES + D_BYTES);
     load_tile<QUERIES, HEAD_DIM>(base, maps.q, held_full, m - a.first_query, here.head, here.batch);
     load_tile<QUERIES, VALUE_DIM>(base + Q_BYTES, maps.d, held_full, m - a.first_query, here.head, here.batch);
 #pragma unroll 1 // few registers
     for (int t = 0; t < tiles; t++, n -= KEYS) {
-        load_tile<KEYS, HEAD_DIM>(base + K_RING + ks.stage() * K_BYTES, maps.k, ks.fill(K_BYTES), n - a.first_key, key_head, here.batch);
-        load_tile<KEYS, VALUE_DIM>(base + V_RING + vs.stage() * V_BYTES, maps.v, vs.fill(V_BYTES), n - a.first_key, key_head, here.batch);
+        load_tile<KEYS, HEAD_DIM>(base + K_RING + ks.stage() * K_BYTES, maps.k, ks.fill(K_BYTES), n - a.first_key,
+                                  key_head, here.batch);
+        load_tile<KEYS, VALUE_DIM>(base + V_RING + vs.stage() * V_BYTES, maps.v, vs.fill(V_BYTES), n - a.first_key,
+                                   key_head, here.batch);
         ks.advance();
         vs.advance();
     }
@@ -93,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     sync_threads();
 
     int query_tiles = (a.queries + QUERIES - 1) / QUERIES;
-    Place here = place(blockIdx.x, query_tiles, a.query_heads, a.batches, i64(a.keys) * (2 * HEAD_DIM + 2 * VALUE_DIM) / a.group);
+    Place here = place(blockIdx.x, query_tiles, a.query_heads, a.batches,
+                       i64(a.keys) * (2 * HEAD_DIM + 2 * VALUE_DIM) / a.group);
     int m = (MASK_RIGHT ? query_tiles - 1 - here.tile : here.tile) * QUERIES; // the longest first
     Band band(a);
     Range range = band.keys_of(m, QUERIES);
@@ -110,7 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     registers_grow<MATH_REGISTERS>();
     int wg = warpgroup_id(), row = m + threadIdx.x / 32 * 16 + lane_id() / 4;
     Rows rows = {band, band.keys_inside(m + wg * 64, 64, KEYS), row, a.scale * LOG2E, {}, {}};
-    const float* statistics = reinterpret_cast<const float*>(a.statistics + (i64(here.batch) * a.query_heads + here.head) * a.padded_queries);
+    const float* statistics =
+        reinterpret_cast<const float*>(a.statistics + (i64(here.batch) * a.query_heads + here.head) * a.padded_queries);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const float* of = statistics + (row + 8 * h) / 2 * 8 + row % 2;
