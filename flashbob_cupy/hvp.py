@@ -1,4 +1,4 @@
-"""Hessian-vector products of a loss, whatever it goes through: a torch module, or a function of tensors.
+"""Hessian-vector products of a loss, whatever it goes through: a torch module, or a function of tensors or JAX arrays.
 
     from flashbob_cupy.hvp import hvp, linearize
 
@@ -7,13 +7,14 @@
     value, gradient, product = linearize(lambda model: loss(model(x), y), model)
     curvature = product(v)                                    # as often as needed: one more backward each
 
-The Hessian is never formed. With attention from `flashbob_cupy.torch` nothing of the size of queries times keys is
-either, so a product costs about three times a training step in time and little more than one in memory.
+The Hessian is never formed. With attention from `flashbob_cupy.torch` or `flashbob_cupy.jax` nothing of the size of
+queries times keys is either, so a product costs about three times a training step in time and little more than one in
+memory.
 
 `inputs` is what to differentiate with respect to, and may be nested: a torch module (its parameters that require grad,
-by name), a tensor, or tuples, lists and dicts of them. Gradients, vectors and products have its structure; for a module
-that is a dict by parameter name. A vector may also be a callable from an input to its part of the vector, such as
-`torch.randn_like`.
+by name), a tensor, tuples, lists and dicts of them, or any pytree of JAX arrays. Gradients, vectors and products have
+its structure; for a module that is a dict by parameter name. A vector may also be a callable from an input to its part
+of the vector, such as `torch.randn_like`. With JAX, both functions may be used inside jit, vmap and the like.
 """
 
 from __future__ import annotations
@@ -80,8 +81,15 @@ def _linearize(function: Callable[[Any], Any], inputs: Any, *, keep: bool) -> Li
                 raise TypeError(f"inputs must be floating-point tensors; got one of dtype {x.dtype}")
         copies = _unflatten(inputs, [x.detach().requires_grad_() for x in leaves])
         return _linearize_torch(torch, function, copies, copies, keep)
+    jax = sys.modules.get("jax")
+    if jax is not None:
+        leaves = jax.tree.leaves(inputs)
+        if leaves and all(isinstance(x, jax.Array) for x in leaves):
+            return _linearize_jax(jax, function, inputs)
     found = ", ".join(sorted({type(x).__name__ for x in leaves})) or "nothing"
-    raise TypeError(f"inputs must be a torch module or tensors, in tuples, lists or dicts or alone; got {found}")
+    raise TypeError(
+        f"inputs must be a torch module, tensors or JAX arrays, in tuples, lists or dicts or alone; got {found}"
+    )
 
 
 def _linearize_torch(torch: Any, function: Callable[[Any], Any], argument: Any, tree: Any, keep: bool) -> Linearized:
@@ -106,6 +114,31 @@ def _linearize_torch(torch: Any, function: Callable[[Any], Any], argument: Any, 
         return _unflatten(tree, products)
 
     return Linearized(value.detach(), _unflatten(tree, [g.detach() for g in gradient]), product)
+
+
+def _linearize_jax(jax: Any, function: Callable[[Any], Any], inputs: Any) -> Linearized:
+    for x in jax.tree.leaves(inputs):
+        if not jax.numpy.issubdtype(x.dtype, jax.numpy.floating):
+            raise TypeError(f"inputs must be floating-point arrays; got one of dtype {x.dtype}")
+
+    def scalar(x: Any) -> Any:
+        value = function(x)
+        if not isinstance(value, jax.Array) or value.shape != ():
+            came = f"shape {value.shape}" if isinstance(value, jax.Array) else type(value).__name__
+            raise ValueError(f"function must return a scalar array; got {came}")
+        return value
+
+    (value, gradient), tangent = jax.linearize(jax.value_and_grad(scalar), inputs)
+
+    def product(vector: Any) -> Any:
+        if callable(vector):
+            vector = jax.tree.map(vector, inputs)
+        came, wanted = (jax.tree.map(jax.numpy.shape, tree) for tree in (vector, inputs))
+        if came != wanted:
+            raise ValueError(f"vector must have the structure of inputs, with shapes {wanted}; got {came}")
+        return tangent(vector)[1]
+
+    return Linearized(value, gradient, product)
 
 
 def _flatten(tree: Any) -> list[Any]:
