@@ -409,7 +409,9 @@ class TorchKind(Kind):
         return tokens, pointers, list(arrays)
 
     def _in_forward_mode(self) -> bool:
-        return getattr(self._torch.autograd.forward_ad, "_current_level", 0) >= 0
+        torch = self._torch
+        # Where forward mode is switched off, as inside the operators of the adapter, PyTorch drops tangents itself.
+        return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0 and torch._C._is_fwd_grad_enabled()
 
     def _is_dual(self, x: Any) -> bool:
         return self._torch.autograd.forward_ad.unpack_dual(x).tangent is not None
@@ -431,6 +433,11 @@ class TorchKind(Kind):
             return TypeError(f"{name} has its negative bit set; pass {name}.resolve_neg()")
         if self._in_forward_mode() and self._is_dual(x):
             return TypeError(f"{name} carries a forward-mode tangent, which would be lost here: {adapter}")
+        if torch._C._functorch.is_legacy_batchedtensor(x):
+            return TypeError(
+                f"{name} is batched by is_grads_batched or vectorize of torch.autograd; use torch.func.vmap, jacrev or "
+                "hessian instead"
+            )
         return TypeError(f"{name} has no memory of its own ({_type_name(x)}); got a tensor without storage")
 
     def translate(self, name: str, shape: Any, strides: Any, dtype: Any, device: Any) -> Layout:

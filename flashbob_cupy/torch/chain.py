@@ -17,50 +17,14 @@ linear (uq, uk, uv; tq, tk, tv) can be differentiated without end.
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from flashbob_cupy import ops
 from flashbob_cupy.errors import UnsupportedError
-
-Results = tuple[Any, ...]
-
-
-def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` hidden from torch.compile, which tries to trace whatever Python runs after a graph break.
-
-    torch.compiler.disable imports the compiler, which takes seconds: it waits until someone else has.
-    """
-    hidden: Callable[..., Any] | None = None
-
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        nonlocal hidden
-        if hidden is None:
-            if "torch._dynamo" not in sys.modules:
-                return function(*arguments, **keywords)
-            hidden = torch.compiler.disable(function)
-        return hidden(*arguments, **keywords)
-
-    return call
-
-
-_forward = _untraced(ops.forward)
-_backward = _untraced(ops.backward)
-_bob = _untraced(ops.bob)
-_jvp = _untraced(ops.jvp)
-
-
-class Options:
-    """The keywords of the array functions, which are the same along the chain. Opaque to torch's pytrees."""
-
-    __slots__ = ("keywords",)
-
-    def __init__(self, **keywords: Any) -> None:
-        self.keywords = keywords
+from flashbob_cupy.torch import operators
+from flashbob_cupy.torch.operators import Options, Results
 
 
 def _third_derivative(what: str) -> NoReturn:
@@ -68,16 +32,6 @@ def _third_derivative(what: str) -> NoReturn:
         f"{what} of attention would be the third of its output in q, k, v, which is not offered: the first and the "
         "second are. Detach the second derivative, or use PyTorch's own attention here"
     )
-
-
-def _plain(*tensors: Tensor | None) -> list[Any]:
-    """The tensors as the array functions take them: what they are part of is recorded by the functions here."""
-    return [x.detach() if x is not None and x.requires_grad else x for x in tensors]
-
-
-def _zeros_like(x: Tensor) -> Tensor:
-    """Zeros of the shape of `x` that take no memory."""
-    return x.new_zeros(()).expand(x.shape)
 
 
 def _any(*tensors: Tensor | None) -> bool:
@@ -119,8 +73,8 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]
 
 class Forward(_Function):
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
-        return tuple(_forward(*_plain(q, k, v), **options.keywords))
+    def forward(*inputs: Any) -> Results:
+        return operators.forward(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -143,8 +97,7 @@ class Forward(_Function):
 class Jvp(_Function):
     @staticmethod
     def forward(*inputs: Any) -> Results:
-        *arrays, options = inputs
-        return tuple(_jvp(*_plain(*arrays), **options.keywords))
+        return operators.jvp(*inputs)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Results:
@@ -173,10 +126,7 @@ class Jvp(_Function):
 class Backward(_Function):
     @staticmethod
     def forward(*inputs: Any) -> Results:
-        *arrays, options = inputs
-        q, k, v, do, dlse, o, lse = _plain(*arrays)
-        do = _zeros_like(o) if do is None else do
-        return tuple(_backward(q, k, v, do, o, lse, dlse=dlse, **options.keywords))
+        return operators.backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, uq: Tensor | None, uk: Tensor | None, uv: Tensor | None) -> Results:
@@ -199,10 +149,8 @@ class Bob(_Function):
     @staticmethod
     def forward(*inputs: Any) -> Results:
         *arrays, _guarded, options = inputs
-        q, k, v, do, dlse, o, lse, uq, uk, uv = _plain(*arrays)
-        do = _zeros_like(o) if do is None else do
-        result = _bob(q, k, v, do, uq, uk, uv, o, lse, dlse=dlse, **options.keywords)
-        return *result, result.gdlse
+        *gradients, gdlse = operators.bob(*arrays, options)
+        return *gradients, None if arrays[4] is None else gdlse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -216,7 +164,7 @@ class Bob(_Function):
             _third_derivative("this derivative")
         # Whatever reaches `_Last` makes it raise; nothing does if these derivatives are not wanted.
         *arguments, _o, _lse, uq, uk, uv = ctx.saved_tensors
-        last = [_zeros_like(x) if need else None for x, need in zip(arguments, needed, strict=False)]
+        last = [x.new_zeros(()).expand(x.shape) if need else None for x, need in zip(arguments, needed, strict=False)]
         grads: list[Any] = [None, None, None]
         if any(needed[7:10]) and _any(hq, hk, hv, hdo, hdlse):
             # A symmetric Hessian: uq, uk, uv and their cotangents may change places.
@@ -231,6 +179,30 @@ class Bob(_Function):
         q, k, v, do, dlse, o, lse, *_u = ctx.saved_tensors
         tuq, tuk, tuv = tangents[7:10]
         return _guarded_bob(q, k, v, do, dlse, tuq, tuk, tuv, o, lse, ctx.options)
+
+
+class _Sum(_Function):
+    """The sum of two arrays.
+
+    In a `jvp` PyTorch records no tangents of its own operators, so a second forward-mode level would be lost at a `+`.
+    """
+
+    @staticmethod
+    def forward(*inputs: Any) -> Results:
+        a, b, _ = inputs
+        return (a + b,)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Results:
+        return gradient, gradient, None
+
+    @staticmethod
+    def jvp(ctx: Any, a: Tensor | None, b: Tensor | None, _: None) -> Results:
+        return (_sum(a, b),)
 
 
 class _Last(torch.autograd.Function):  # type: ignore[misc]
@@ -286,4 +258,10 @@ def _along(ctx: Any, tq: Any, tk: Any, tv: Any, tdo: Any, tdlse: Any) -> Results
         parts.append(_guarded_bob(q, k, v, do, dlse, tq, tk, tv, o, lse, ctx.options)[:3])
     if _any(tdo, tdlse):
         parts.append(Backward.apply(q, k, v, tdo, tdlse, o, lse, ctx.options))
-    return parts[0] if len(parts) == 1 else tuple(a + b for a, b in zip(*parts, strict=True))
+    return parts[0] if len(parts) == 1 else tuple(map(_sum, *parts))
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return _Sum.apply(a, b, None)[0]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from flashbob_cupy.torch import chain, compiled
+from flashbob_cupy.torch.operators import Options
 
 
 def attention(
@@ -68,11 +69,10 @@ def attention(
     leading = q.shape[:-3]
     if len(leading) != 1:
         q, k, v = _fold(leading, q, k, v)
+    options = Options(causal=causal, scale=scale, window=window, layout=layout, deterministic=deterministic)
     if torch.compiler.is_compiling():
-        left, right = window or (None, None)
-        o, lse = compiled.attention(q, k, v, causal, scale, left, right, layout, deterministic)
+        o, lse = compiled.attention(q, k, v, *options.flat())
     else:
-        options = chain.Options(causal=causal, scale=scale, window=window, layout=layout, deterministic=deterministic)
         o, lse = chain.Forward.apply(q, k, v, options)
     if len(leading) != 1:
         o, lse = o.reshape(*leading, *o.shape[1:]), lse.reshape(*leading, *lse.shape[1:])
