@@ -11,10 +11,11 @@ struct Range {
 
 struct Band {
     int queries, keys, first_query, first_key, low, high; // visible: low <= j - i <= high
+    bool lse_flows;                                       // L has a cotangent
 
     DEVICE explicit Band(const Attention& a)
         : queries(a.queries), keys(a.keys), first_query(a.first_query), first_key(a.first_key), low(a.shift - a.left),
-          high(a.shift + a.right) {}
+          high(a.shift + a.right), lse_flows(a.dlse.data != nullptr) {}
 
     // The keys that some query of [m, m + rows) may see.
     DEVICE Range keys_of(int m, int rows) const {
@@ -73,9 +74,9 @@ struct Band {
             seen = seen && j - i <= high;
         return seen;
     }
-    // Whether query i sees one key only. Its P is then 1 and its P∘F̂, dS and W are exactly 0, however large the logits
-    // are: kernels select so, since differences of numbers that were summed in different orders would leave their
-    // rounding behind.
+    // Whether query i sees one key only. Its P is then 1 and P∘F̂ exactly 0, as are dS and W unless L has a cotangent,
+    // however large the logits are: kernels select so, since differences of numbers that were summed in different
+    // orders would leave their rounding behind.
     DEVICE bool alone(int i) const {
         int first = first_key, last = keys - 1;
         if (MASK_LEFT)
@@ -84,6 +85,8 @@ struct Band {
             last = min(last, i + high);
         return first == last;
     }
-    // Whether j is one of several keys that query i sees.
-    DEVICE bool compares(int i, int j) const { return sees(i, j) && !alone(i); }
+    // Whether P∘F̂ of an entry may be other than 0.
+    DEVICE bool moves(int i, int j) const { return sees(i, j) && !alone(i); }
+    // Whether dS and W of an entry may be other than 0.
+    DEVICE bool flows(int i, int j) const { return sees(i, j) && (lse_flows || !alone(i)); }
 };

@@ -183,6 +183,17 @@ class _Band:
             beyond = before if beyond is None else xp.logical_or(beyond, before, out=before)
         return beyond
 
+    def alone(self, i0: int, i1: int) -> list[slice]:
+        """The queries of a block that see exactly one key."""
+        if self.keys_end - self.first_key == 1 or self.left == self.right == 0:
+            return [slice(0, i1 - i0)]
+        found = []
+        if self.right is not None:
+            found.append(self.first_key - self.right - self.shift)
+        if self.left == 0:
+            found.append(self.keys_end - 1 - self.shift)
+        return [slice(i - i0, i - i0 + 1) for i in found if i0 <= i < i1]
+
 
 # ---- how the work is cut ------------------------------------------------------------------------------------------
 
@@ -539,6 +550,12 @@ class _Worker:
             self.xp.copyto(split, value, where=hidden)
         return tile
 
+    def settle(self, block: Array, rows: _Rows) -> Array:
+        """Select 0 for queries that see one key: what vanishes there should leave no rounding of its terms behind."""
+        for alone in self.band.alone(*rows.span):
+            block.reshape(block.shape[0], -1, rows.span[1] - rows.span[0], block.shape[2])[:, :, alone] = 0
+        return block
+
     def S(self, rows: _Rows, keys: _Keys, hidden: Array | None) -> Array:
         """The scores: the one place for whatever changes them."""
         return self.hide(self.scores("P", rows.q, keys.k), hidden, -math.inf)
@@ -615,13 +632,13 @@ class _Worker:
             if F is not None:
                 F *= P
                 alpha += F.sum(axis=-1, keepdims=True)
-                self.add(gdO, F, keys.v)
+                self.add(gdO, self.settle(F, rows), keys.v)
             if keys.uv is not None:
                 self.add(gdO, P, keys.uv)
         if moves:
             O = self.load("o", rows.at)
             O *= alpha
-            gdO -= O
+            gdO -= self.settle(O, rows)
         return gdO, alpha
 
     def jvp(self, unit: _Unit) -> None:
@@ -712,6 +729,8 @@ class _Worker:
         dS = self.hide(self.scores("X", rows.do, keys.v), hidden, 0.0)
         dS -= rows.D
         dS *= P
+        if "dlse" not in self.arrays:
+            self.settle(dS, rows)
         if gq is not None:
             self.add(gq, dS, keys.k)
         if gk is not None:
@@ -721,10 +740,12 @@ class _Worker:
         xp = self.xp
         hidden = self.hidden(rows, keys)
         P, F = self.P(rows, keys, hidden), self.F(rows, keys, hidden)
+        if "dlse" not in self.arrays:
+            self.settle(P, rows)
         if F is not None:
             F -= rows.alpha
             if gv is not None:
-                PF = xp.multiply(P, F, out=self.buffer("T", *P.shape))
+                PF = self.settle(xp.multiply(P, F, out=self.buffer("T", *P.shape)), rows)
                 self.add(gv, _T(PF), rows.do)
             X = self.hide(self.scores("X", rows.do, keys.v), hidden, 0.0)
             X -= rows.D

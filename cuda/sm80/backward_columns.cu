@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_columns(const 
                 }
             }
         if (edge)
-            drop(x, m, key, [&](int i, int j) { return band.compares(i, j); });
+            drop(x, m, key, [&](int i, int j) { return band.flows(i, j); });
         to_fragments(p, x);
         gather(dk, p, q);
         if (FUSED) {

@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_rows(const __g
                 for (int j = 0; j < 4; j++)
                     s[m][b][j] = exp2_approx(s[m][b][j] * c - l2[2 * m + j / 2]);
         if (!band.inside(t.m + warp_id() * 16 * MT, 16 * MT, n, KEYS))
-            drop(s, t.row, n, 0.f, [&](int i, int j) { return band.compares(i, j); });
+            drop(s, t.row, n, 0.f, [&](int i, int j) { return band.flows(i, j); });
         zero(x);
         multiply<VALUE_DIM, QUERIES>(x, d + lane, warp_id() * MT, v);
 #pragma unroll

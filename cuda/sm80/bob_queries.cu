@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_queries(const __gri
                 for (int j = 0; j < 4; j++)
                     s[m][b][j] = exp2_approx(s[m][b][j] * c - rows[2 * m + j / 2].x);
         if (!band.inside(t.m + warp_id() * 16 * MT, 16 * MT, n, KEYS))
-            drop(s, t.row, n, 0.f, [&](int i, int j) { return band.compares(i, j); });
+            drop(s, t.row, n, 0.f, [&](int i, int j) { return band.flows(i, j); });
         zero(x);
         multiply<VALUE_DIM, QUERIES>(x, d + lane, warp_id() * MT, v);
 #pragma unroll

@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_rows(const __grid_c
                         alpha[2 * m + j / 2] += f[m][b][j];
                     }
             if (edge)
-                drop(f, t.row, n, 0.f, [&](int i, int j) { return band.compares(i, j); });
+                drop(f, t.row, n, 0.f, [&](int i, int j) { return band.moves(i, j); });
             to_fragments(p, f);
             gather(acc, p, v);
         }
