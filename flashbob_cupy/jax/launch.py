@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax_tvm_ffi
-import tvm_ffi
 from jax import numpy as jnp
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -27,6 +25,12 @@ from flashbob_cupy import arrays, ops, plan
 from flashbob_cupy.arrays import Layout, View
 from flashbob_cupy.errors import UnsupportedError
 from flashbob_cupy.problem import INPUTS, OUTPUTS, Problem, axes_of
+
+try:
+    import jax_tvm_ffi
+    import tvm_ffi
+except ImportError as error:
+    raise ImportError(f"flashbob_cupy.jax needs jax-tvm-ffi: pip install flashbob-cupy[jax] ({error})") from error
 
 #: What JAX calls a platform when it lowers, and when it registers a custom call.
 _PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}
