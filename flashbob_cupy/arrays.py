@@ -14,7 +14,9 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import itertools
 import math
+import operator
 import sys
 import threading
 from collections import deque
@@ -75,8 +77,7 @@ def borrow(x: Any, name: str) -> View:
     """The memory of `x`, not copied; `name` is what errors call it."""
     kind = kind_of(x, name)
     tokens, pointers, owners = kind.read((name,), (x,), None)
-    layout = kind.translate(name, tokens[0], tokens[1], tokens[2], tokens[3])
-    return View(pointers[0], *layout, owners[0])
+    return View(pointers[0], *kind.translate(name, *tokens), owners[0])
 
 
 # ------------------------------------------------------------------------------------------ views as NumPy and CuPy
@@ -237,6 +238,9 @@ def _cupy() -> Any:
 # ----------------------------------------------------------------------------------------------------------- kinds
 
 Tokens = list[Any]
+_shape, _strides, _dtype, _device, _requires_grad = map(
+    operator.attrgetter, ("shape", "strides", "dtype", "device", "requires_grad")
+)
 
 
 class Kind:
@@ -245,19 +249,21 @@ class Kind:
     name: str
     #: Whether `out=` can be an array of this kind.
     mutable = True
+    #: Makes a new raw array like an owner that `read` returned, if that is cheaper than `allocator`.
+    twin: Callable[[Any], Any] | None = None
 
     def read(
         self, names: Sequence[str], arrays: Sequence[Any], stream: int | None
-    ) -> tuple[Tokens, list[int], list[object]]:
-        """Describe arrays (None allowed) of this kind, and make them ready on `stream`.
+    ) -> tuple[Tokens, list[int], list[Any]]:
+        """Describe arrays of this kind, and make them ready on `stream`.
 
-        Returns a flat list to be used as a cache key (shape, strides, dtype and device of each array in the framework's
-        own objects, or one None), the pointers, and the objects that keep the memory alive.
+        Returns a flat list to be used as a cache key (all shapes, all strides, all dtypes and all devices, in the
+        framework's own objects), the pointers, and the objects that keep the memory alive.
         """
         raise NotImplementedError
 
     def translate(self, name: str, shape: Any, strides: Any, dtype: Any, device: Any) -> Layout:
-        """Four entries of `read` in plain values."""
+        """What `read` says of one array, in plain values."""
         raise NotImplementedError
 
     def writable(self, x: Any) -> bool:
@@ -269,6 +275,9 @@ class Kind:
 
     def pointer(self, raw: Any) -> int:
         raise NotImplementedError
+
+    #: Whether raw arrays have to be passed through `finish`.
+    finishes = False
 
     def finish(self, raw: Any, like: Any) -> Any:
         """The caller's kind of array over a raw one that has been filled; `like` is an input."""
@@ -305,21 +314,14 @@ class NumpyKind(Kind):
 
     def read(
         self, names: Sequence[str], arrays: Sequence[Any], stream: int | None
-    ) -> tuple[Tokens, list[int], list[object]]:
-        tokens: Tokens = []
-        pointers: list[int] = []
+    ) -> tuple[Tokens, list[int], list[Any]]:
         for name, x in zip(names, arrays, strict=True):
-            if x is None:
-                tokens.append(None)
-                pointers.append(0)
-                continue
             if not isinstance(x, np.ndarray):
                 raise self.other(name, x)
             if isinstance(x, np.ma.MaskedArray):
                 raise TypeError(f"{name} is a masked array, whose mask would be lost; pass {name}.filled(...)")
-            tokens += (x.shape, x.strides, x.dtype, "cpu")
-            pointers.append(x.__array_interface__["data"][0])
-        return tokens, pointers, list(arrays)
+        tokens = [*map(_shape, arrays), *map(_strides, arrays), *map(_dtype, arrays), *["cpu"] * len(arrays)]
+        return tokens, [x.__array_interface__["data"][0] for x in arrays], list(arrays)
 
     def translate(self, name: str, shape: Any, strides: Any, dtype: Any, device: Any) -> Layout:
         return Layout(shape, _element_strides(name, strides, dtype.itemsize), _dtype_name(dtype), ("cpu", 0))
@@ -342,21 +344,14 @@ class CupyKind(Kind):
 
     def read(
         self, names: Sequence[str], arrays: Sequence[Any], stream: int | None
-    ) -> tuple[Tokens, list[int], list[object]]:
-        tokens: Tokens = []
-        pointers: list[int] = []
+    ) -> tuple[Tokens, list[int], list[Any]]:
         ndarray = self._cupy.ndarray
         for name, x in zip(names, arrays, strict=True):
-            if x is None:
-                tokens.append(None)
-                pointers.append(0)
-                continue
             if not isinstance(x, ndarray):
                 raise self.other(name, x)
-            data = x.data
-            tokens += (x.shape, x.strides, x.dtype, data.device_id)
-            pointers.append(data.ptr)
-        return tokens, pointers, list(arrays)
+        data = [x.data for x in arrays]
+        tokens = [*map(_shape, arrays), *map(_strides, arrays), *map(_dtype, arrays), *[x.device_id for x in data]]
+        return tokens, [x.ptr for x in data], list(arrays)
 
     def translate(self, name: str, shape: Any, strides: Any, dtype: Any, device: Any) -> Layout:
         return Layout(shape, _element_strides(name, strides, dtype.itemsize), _dtype_name(dtype), ("cuda", device))
@@ -379,66 +374,76 @@ class TorchKind(Kind):
 
     def __init__(self) -> None:
         self._torch = torch = sys.modules["torch"]
-        self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self._plain = {torch.Tensor}
+        self.twin = torch.empty_like
+        # Without a Python frame of our own these cost half as much.
+        self.pointer = torch.Tensor.data_ptr  # type: ignore[method-assign]
+        raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        if raw_stream is not None:
+            self.current_stream = raw_stream  # type: ignore[method-assign]
 
     def read(
         self, names: Sequence[str], arrays: Sequence[Any], stream: int | None
-    ) -> tuple[Tokens, list[int], list[object]]:
-        torch = self._torch
-        tensor, strided = torch.Tensor, torch.strided
-        tokens: Tokens = []
-        pointers: list[int] = []
-        forward_mode = self._in_forward_mode()
-        x = name = None
+    ) -> tuple[Tokens, list[int], list[Any]]:
+        if set(map(type, arrays)) != self._plain:
+            arrays = [self._without_type(name, x) for name, x in zip(names, arrays, strict=True)]
+        tensor = self._torch.Tensor
         try:
-            for name, x in zip(names, arrays, strict=True):
-                if x is None:
-                    tokens.append(None)
-                    pointers.append(0)
-                    continue
-                if type(x) is not tensor:
-                    if not isinstance(x, tensor):
-                        raise self.other(name, x)
-                    kind_of(x, name)  # refuses the subclasses that only wrap memory
-                if x.requires_grad or x.layout is not strided or x.is_neg() or (forward_mode and self._is_dual(x)):
-                    raise self._refusal(name, x)
-                tokens += (x.shape, x.stride(), x.dtype, x.device)
-                pointers.append(x.data_ptr())
-        except RuntimeError as error:  # a tensor without storage
-            raise self._refusal(name, x) from error
+            # Layouts that are not strided have no data_ptr.
+            pointers = list(map(tensor.data_ptr, arrays))
+            tokens = [*map(_shape, arrays), *map(tensor.stride, arrays), *map(_dtype, arrays), *map(_device, arrays)]
+            refused = any(map(_requires_grad, arrays)) or any(map(tensor.is_neg, arrays)) or self._any_dual(arrays)
+        except RuntimeError as error:
+            raise self._refusal(names, arrays) from error
+        if refused:
+            raise self._refusal(names, arrays)
         return tokens, pointers, list(arrays)
 
-    def _in_forward_mode(self) -> bool:
-        torch = self._torch
+    def _without_type(self, name: str, x: Any) -> Any:
+        """The same tensor as a torch.Tensor, so that no subclass gets a say in what follows."""
+        tensor = self._torch.Tensor
+        if type(x) is tensor:
+            return x
+        if not isinstance(x, tensor):
+            raise self.other(name, x)
+        kind_of(x, name)  # refuses the subclasses that only wrap memory
+        return x if x.requires_grad else x.as_subclass(tensor)  # which loses requires_grad under no_grad
+
+    def _any_dual(self, arrays: Sequence[Any]) -> bool:
+        forward_ad = self._torch.autograd.forward_ad
         # Where forward mode is switched off, as inside the operators of the adapter, PyTorch drops tangents itself.
-        return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0 and torch._C._is_fwd_grad_enabled()
+        if getattr(forward_ad, "_current_level", 0) < 0 or not self._torch._C._is_fwd_grad_enabled():
+            return False
+        return any(forward_ad.unpack_dual(x).tangent is not None for x in arrays)
 
-    def _is_dual(self, x: Any) -> bool:
-        return self._torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+    def _refusal(self, names: Sequence[str], arrays: Sequence[Any]) -> TypeError:
+        """The error for the first tensor that cannot be read."""
+        faults = ((name, self._fault(name, x)) for name, x in zip(names, arrays, strict=True))
+        return TypeError(next(f"{name} {fault}" for name, fault in faults if fault))
 
-    def _refusal(self, name: Any, x: Any) -> TypeError:
+    def _fault(self, name: str, x: Any) -> str | None:
         torch = self._torch
         adapter = "flashbob_cupy.torch.attention is differentiable"
         if torch._C._functorch.is_functorch_wrapped_tensor(x):
-            return TypeError(
-                f"{name} is inside torch.func (grad, vmap, jvp, ...), which cannot see through this: {adapter}"
-            )
+            return f"is inside torch.func (grad, vmap, jvp, ...), which cannot see through this: {adapter}"
         if x.requires_grad:
-            return TypeError(
-                f"{name} requires grad, and its graph would be cut here: {adapter}; or pass {name}.detach()"
-            )
+            return f"requires grad, and its graph would be cut here: {adapter}; or pass {name}.detach()"
         if x.layout is not torch.strided:
-            return TypeError(f"{name} must be a dense tensor; got layout {x.layout}. Pass {name}.to_dense()")
+            return f"must be a dense tensor; got layout {x.layout}. Pass {name}.to_dense()"
         if x.is_neg():
-            return TypeError(f"{name} has its negative bit set; pass {name}.resolve_neg()")
-        if self._in_forward_mode() and self._is_dual(x):
-            return TypeError(f"{name} carries a forward-mode tangent, which would be lost here: {adapter}")
+            return f"has its negative bit set; pass {name}.resolve_neg()"
+        if self._any_dual([x]):
+            return f"carries a forward-mode tangent, which would be lost here: {adapter}"
         if torch._C._functorch.is_legacy_batchedtensor(x):
-            return TypeError(
-                f"{name} is batched by is_grads_batched or vectorize of torch.autograd; use torch.func.vmap, jacrev or "
-                "hessian instead"
+            return (
+                "is batched by is_grads_batched or vectorize of torch.autograd; use torch.func.vmap, jacrev or hessian "
+                "instead"
             )
-        return TypeError(f"{name} has no memory of its own ({_type_name(x)}); got a tensor without storage")
+        try:
+            x.data_ptr(), x.shape
+        except RuntimeError:
+            return f"has no memory of its own ({_type_name(x)}); got a tensor without storage"
+        return None
 
     def translate(self, name: str, shape: Any, strides: Any, dtype: Any, device: Any) -> Layout:
         return Layout(tuple(shape), strides, str(dtype).removeprefix("torch."), (device.type, device.index or 0))
@@ -446,21 +451,17 @@ class TorchKind(Kind):
     def allocator(self, shape: tuple[int, ...], dtype: str, device: tuple[str, int]) -> Callable[[], Any]:
         torch = self._torch
         return functools.partial(
-            torch.empty,
+            torch.empty_strided,  # half the price of torch.empty, which has more ways to be called
             shape,
+            row_major(shape),
             dtype=getattr(torch, dtype),
             device=torch.device(*device) if device[0] == "cuda" else "cpu",
         )
-
-    def pointer(self, raw: Any) -> int:
-        return int(raw.data_ptr())
 
     def fill(self, x: Any, view: View, value: float) -> None:
         x.fill_(value)
 
     def current_stream(self, device: int) -> int:
-        if self._raw_stream is not None:
-            return int(self._raw_stream(device))
         return int(self._torch.cuda.current_stream(device).cuda_stream)
 
     def is_current(self, device: int) -> bool:
@@ -548,6 +549,8 @@ def _export(x: Any, stream: int | None) -> Any:
 class DLPackKind(Kind):
     """Any library whose arrays have `__dlpack__` and `__dlpack_device__`; work runs on the legacy default stream."""
 
+    finishes = True
+
     def __init__(self, array_type: type) -> None:
         self.name = _qualified(array_type)
         self._type = array_type
@@ -557,16 +560,11 @@ class DLPackKind(Kind):
 
     def read(
         self, names: Sequence[str], arrays: Sequence[Any], stream: int | None
-    ) -> tuple[Tokens, list[int], list[object]]:
-        tokens: Tokens = []
+    ) -> tuple[Tokens, list[int], list[Any]]:
+        described: list[tuple[Any, ...]] = []
         pointers: list[int] = []
-        owners: list[object] = []
+        owners: list[Any] = []
         for name, x in zip(names, arrays, strict=True):
-            if x is None:
-                tokens.append(None)
-                pointers.append(0)
-                owners.append(None)
-                continue
             if not self._accepts(name, x):
                 raise self.other(name, x)
             try:
@@ -576,15 +574,11 @@ class DLPackKind(Kind):
                 raise ValueError(f"{name} cannot be read through DLPack: {error}") from error
             shape = tuple(tensor.shape[: tensor.ndim])
             strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else row_major(shape)
-            tokens += (
-                shape,
-                strides,
-                (tensor.code, tensor.bits, tensor.lanes),
-                (tensor.device_type, tensor.device_id),
-            )
+            dtype, device = (tensor.code, tensor.bits, tensor.lanes), (tensor.device_type, tensor.device_id)
+            described.append((shape, strides, dtype, device))
             pointers.append((tensor.data or 0) + tensor.byte_offset)
             owners.append(capsule)
-        return tokens, pointers, owners
+        return list(itertools.chain(*zip(*described, strict=True))), pointers, owners
 
     def translate(self, name: str, shape: Any, strides: Any, dtype: Any, device: Any) -> Layout:
         code, bits, lanes = dtype

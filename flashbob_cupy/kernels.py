@@ -4,8 +4,9 @@ A kernel is compiled by NVRTC to a cubin from one self-contained text, which nee
 header but those in `cuda/`. Cubins are kept on disk (`cache_dir`) and shared between processes.
 
 The first call of a problem makes a recipe: kernels loaded, grids and strides laid out as the driver takes them. Every
-later call only writes pointers into it and launches. Nothing is allocated but the workspace, nothing waits for the
-device, and nothing is read from host memory after a launch returns, so calls can be captured in a CUDA graph.
+later call only writes those pointers into it that are new, and launches. Nothing is allocated but the workspace,
+nothing waits for the device, and nothing is read from host memory after a launch returns, so calls can be captured in a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import io
-import itertools
+import operator
 import os
 import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ __all__ = (
     "compile",
     "device_info",
     "execute",
+    "prepare",
     "source",
     "source_dir",
     "specialisations",
@@ -55,6 +57,10 @@ class View(Protocol):
     def pointer(self) -> int: ...
     @property
     def strides(self) -> tuple[int, ...]: ...
+
+
+#: Name and strides of each array.
+Lies = Mapping[str, tuple[int, ...]]
 
 
 # ---- source --------------------------------------------------------------------------------------------------------
@@ -248,7 +254,8 @@ _STATISTICS_WORD = len(_VIEWS) * _WORDS_OF_VIEW
 _ATTENTION = Struct("=" + "Qqqq" * len(_VIEWS) + "QQ" + "14i" + "f4x")
 _COPY = Struct("=" + "Qqqq" * 2 + "q" + "4i")
 _MAP_BYTES = 128
-_MAPS_KEPT = 64
+_MAPS_KEPT = 64  # of one array, and combinations of them in one recipe
+_ALIGNMENTS_KEPT = 64
 _RECIPES_KEPT = 1024
 
 
@@ -294,7 +301,7 @@ class _MapSource:
         rows: int,
         bf16: bool,
     ) -> None:
-        self.slot = slot
+        self.slot = slot  # the word of the attention parameters that holds the pointer
         self._arguments = (shape, strides, rows, bf16)
         self._shift = shift
         self._maps: dict[int, bytes] = {}
@@ -302,51 +309,60 @@ class _MapSource:
     def encoded(self, pointer: int) -> bytes:
         found = self._maps.get(pointer)
         if found is None:
-            if len(self._maps) >= _MAPS_KEPT:
-                self._maps.pop(next(iter(self._maps)))
-            found = self._maps[pointer] = driver().tensor_map(pointer + self._shift, *self._arguments)
+            found = driver().tensor_map(pointer + self._shift, *self._arguments)
+            _keep(self._maps, pointer, found)
         return found
 
 
-class _Recipe:
-    """A plan with everything but pointers and stream filled in, for one device and one set of strides."""
+def _keep(maps: dict[Any, bytes], key: object, value: bytes) -> None:
+    if len(maps) >= _MAPS_KEPT:
+        maps.pop(next(iter(maps)))
+    maps[key] = value
 
-    def __init__(self, problem: Problem, family: str, views: Mapping[str, View], index: int) -> None:
+
+class Recipe:
+    """A plan with everything but pointers and stream filled in, for one device, set of strides and alignment.
+
+    `lies` and `pointers` describe the arrays that there are: name and strides, and an address of the right alignment.
+    `run` takes pointers in the order of `lies`.
+    """
+
+    def __init__(self, problem: Problem, family: str, lies: Lies, pointers: Sequence[int], index: int) -> None:
         in_place = frozenset(
             name
-            for name, view in views.items()
-            if len(AXES[name]) == 3 or planning.readable(family, problem.shape(name), view.strides, view.pointer)
+            for (name, strides), pointer in zip(lies.items(), pointers, strict=True)
+            if len(AXES[name]) == 3 or planning.readable(family, problem.shape(name), strides, pointer)
         )
         plan = planning.plan(problem, driver().device(index), family, in_place)
-        for name, view in views.items():
-            if len(AXES[name]) == 3 and view.pointer % 4:
-                raise ValueError(f"{name}: float32 numbers must start at a multiple of 4 bytes; got {view.pointer:#x}")
+        for name, pointer in zip(lies, pointers, strict=True):
+            if len(AXES[name]) == 3 and pointer % 4:
+                raise ValueError(f"{name}: float32 numbers must start at a multiple of 4 bytes; got {pointer:#x}")
         found = tuple(dict.fromkeys(plan.specialisations()))
         if len(found) > 1:  # NVRTC compiles in parallel; a warm cache makes the threads pointless but cheap
             with ThreadPoolExecutor(len(found)) as pool:
                 list(pool.map(lambda s: _load(s, index), found))
 
-        self.lock = threading.Lock()
+        #: Bytes of device memory that `run` needs, from an address that is a multiple of 16.
         self.workspace = plan.workspace
+        self._lock = threading.Lock()
         self._index = index
         self._context = driver().primary_context(index)
         copies = {copy.name: copy for copy in plan.copies_in + plan.copies_out}
         strides: dict[str, tuple[int, int, int]] = {}
-        for name, view in views.items():
+        for name, own in lies.items():
             shape = problem.shape(name)
-            own = view.strides[:3]
             strides[FIELDS[problem.op][name]] = (
                 copies[name].strides(shape) if name in copies else (own[0], own[1], own[2])
             )
 
         # Pointers: where each comes from, by its place among the arguments or its offset in the workspace.
-        names = INPUTS[problem.op] + OUTPUTS[problem.op]
-        place = {name: names.index(name) for name in views}
+        place = {name: i for i, name in enumerate(lies)}
         attention = _Buffer(_pack_attention(problem, plan, strides))
+        self._attention = attention.words
         self._arguments: list[tuple[Any, int, int]] = []  # words, word, place
         self._regions: list[tuple[Any, int, int]] = []  # words, word, offset
         word = {field: i * _WORDS_OF_VIEW for i, field in enumerate(_VIEWS)}
-        for name in views:
+        for name in lies:
             field = FIELDS[problem.op][name]
             if name in copies:
                 self._regions.append((attention.words, word[field], copies[name].offset))
@@ -356,25 +372,34 @@ class _Recipe:
             if offset is not None:
                 self._regions.append((attention.words, _STATISTICS_WORD + i, offset))
 
-        self._keep: list[Any] = [attention]
-        self._maps: list[tuple[Any, int, Any, int, _MapSource]] = []
+        maps = _Buffer(bytes(_MAP_BYTES * sum(len(launch.maps) for launch in plan.launches)))
+        self._maps = maps.bytes
+        self._sources: list[tuple[int, _MapSource]] = []  # where in the maps, of what
+        self._combinations: dict[tuple[int, ...], bytes] = {}
+        self._keep: list[Any] = [attention, maps]
         self._launches: list[tuple[Any, int, int, int, str]] = []  # config words, config, kernel, parameters, name
-        fields = {FIELDS[problem.op][name]: name for name in views}
+        fields = {FIELDS[problem.op][name]: name for name in lies}
+        next_map = 0
         for copy in plan.copies_in:
-            self._add(copy.launch, [self._copy_parameters(problem, views, copy, place, gather=True)])
+            self._add(copy.launch, [self._copy_parameters(problem, lies, copy, place, gather=True)])
         for launch in plan.launches:
             parameters = [attention.address]
             if launch.maps:
-                parameters.append(self._map_parameters(problem, launch, attention, fields, word, strides))
+                parameters.append(maps.address + next_map)
+                self._add_maps(problem, launch, next_map, fields, word, strides)
+                next_map += _MAP_BYTES * len(launch.maps)
             self._add(launch, parameters)
         for copy in plan.copies_out:
-            self._add(copy.launch, [self._copy_parameters(problem, views, copy, place, gather=False)])
+            self._add(copy.launch, [self._copy_parameters(problem, lies, copy, place, gather=False)])
+        self._mapped_words = tuple(dict.fromkeys(source_of_map.slot for _, source_of_map in self._sources))
+        self._pointers: list[int] | None = None
+        self._base = 0
 
     def _copy_parameters(
-        self, problem: Problem, views: Mapping[str, View], copy: planning.Copy, place: Mapping[str, int], gather: bool
+        self, problem: Problem, lies: Lies, copy: planning.Copy, place: Mapping[str, int], gather: bool
     ) -> int:
         shape = problem.shape(copy.name)
-        own, padded = views[copy.name].strides, copy.strides(shape)
+        own, padded = lies[copy.name], copy.strides(shape)
         sides = ((0, *own[:3]), (0, *padded))
         source_side, result_side = sides if gather else sides[::-1]
         content = _COPY.pack(*source_side, *result_side, own[3], shape[1], shape[2], shape[3], copy.width)
@@ -385,18 +410,16 @@ class _Recipe:
         self._regions.append((buffer.words, ours, copy.offset))
         return buffer.address
 
-    def _map_parameters(
+    def _add_maps(
         self,
         problem: Problem,
         launch: Launch,
-        attention: _Buffer,
+        start: int,
         fields: Mapping[str, str],
         word: Mapping[str, int],
         strides: Mapping[str, tuple[int, int, int]],
-    ) -> int:
+    ) -> None:
         """Row coordinate 0 of a map is the first row that may be read: rows before it are outside and read as zeros."""
-        buffer = _Buffer(bytes(_MAP_BYTES * len(launch.maps)))
-        self._keep.append(buffer)
         for i, tensor_map in enumerate(launch.maps):
             name = fields.get(tensor_map.field)
             if name is None:
@@ -415,8 +438,7 @@ class _Recipe:
                 word[tensor_map.field], 2 * first * row, (shape[0], shape[1], shape[2] - first, width), legal,
                 tensor_map.rows, problem.dtype == "bfloat16",
             )  # fmt: skip
-            self._maps.append((buffer.bytes, i * _MAP_BYTES, attention.words, source_of_map.slot, source_of_map))
-        return buffer.address
+            self._sources.append((start + i * _MAP_BYTES, source_of_map))
 
     def _add(self, launch: Launch, parameters: list[int]) -> None:
         pointers = (ctypes.c_void_p * len(parameters))(*parameters)
@@ -431,16 +453,13 @@ class _Recipe:
         self._launches.append((words, address, kernel, ctypes.addressof(pointers), str(launch.specialisation)))
 
     def run(self, pointers: list[int], base: int, stream: int) -> None:
+        """Launch on arrays at these addresses, with a workspace at `base`. The list must not change afterwards."""
         cuda = driver()
         launch = cuda.launch
         pushed = cuda.current_context() != self._context
-        with self.lock:  # the buffers are shared by the threads that call this recipe
-            for words, word, place in self._arguments:
-                words[word] = pointers[place]
-            for words, word, offset in self._regions:
-                words[word] = base + offset
-            for to, start, words, word, source_of_map in self._maps:
-                to[start : start + _MAP_BYTES] = source_of_map.encoded(words[word])
+        with self._lock:  # the buffers are shared by the threads that call this recipe
+            if pointers != self._pointers or base != self._base:
+                self._point(pointers, base)
             if pushed:
                 cuda.push_context(self._context)
             try:
@@ -456,10 +475,79 @@ class _Recipe:
                 if pushed:
                     cuda.pop_context()
 
+    def _point(self, pointers: list[int], base: int) -> None:
+        if base & 15:
+            raise ValueError(f"workspace: expected an address that is a multiple of 16; got {base:#x}")
+        self._pointers = None  # until everything is written
+        for words, word, place in self._arguments:
+            words[word] = pointers[place]
+        for words, word, offset in self._regions:
+            words[word] = base + offset
+        if self._sources:
+            attention = self._attention
+            key = tuple([attention[word] for word in self._mapped_words])
+            maps = self._combinations.get(key)
+            if maps is None:
+                for start, source_of_map in self._sources:
+                    self._maps[start : start + _MAP_BYTES] = source_of_map.encoded(attention[source_of_map.slot])
+                _keep(self._combinations, key, bytes(self._maps))
+            else:
+                self._maps[:] = maps
+        self._pointers, self._base = pointers, base
+
+
+class Prepared:
+    """A problem on arrays that lie in one way on one device: a recipe for each alignment of their addresses."""
+
+    def __init__(self, problem: Problem, lies: Lies, device: int) -> None:
+        self._family = route(problem, driver().device(device))
+        if self._family == "blocked":
+            raise UnsupportedError(f"no kernel computes {problem.op} of this problem on device {device}; blocks do")
+        self._problem = problem
+        self._lies = lies
+        self._device = device
+        self._aligned: Recipe | None = None
+        self._others: dict[tuple[int, ...], Recipe] = {}
+
+    def recipe(self, pointers: list[int]) -> Recipe:
+        """The recipe for arrays at these addresses, in the order of `lies`; it is made when the alignment is new.
+
+        Raises:
+            UnsupportedError: no tile fits the device.
+            CompileError: NVRTC is missing or refuses a kernel.
+        """
+        if functools.reduce(operator.or_, pointers) & 15:
+            alignment = tuple([pointer & 15 for pointer in pointers])
+            found = self._others.get(alignment)
+            if found is None:
+                if len(self._others) >= _ALIGNMENTS_KEPT:
+                    self._others.clear()
+                found = self._others[alignment] = self._make(pointers)
+            return found
+        if self._aligned is None:
+            self._aligned = self._make(pointers)
+        return self._aligned
+
+    def _make(self, pointers: list[int]) -> Recipe:
+        return Recipe(self._problem, self._family, self._lies, pointers, self._device)
+
 
 _STREAM_WORD = LaunchConfig.stream.offset // 8
-_recipes: dict[Any, _Recipe] = {}
+_recipes: dict[Any, Prepared] = {}
 _recipes_guard = threading.Lock()
+
+
+def prepare(problem: Problem, lies: Lies, device: int) -> Prepared:
+    """Everything that is done once for a problem and a way that its arrays lie in memory.
+
+    `lies` maps the names of the arrays that there are, inputs and outputs as in problem.INPUTS and problem.OUTPUTS, to
+    their strides in elements, in axis order (batch, head, row, width) whatever the caller's layout.
+
+    Raises:
+        UnsupportedError: the blocked engine serves this problem.
+        DriverError: the driver is missing.
+    """
+    return Prepared(problem, lies, device)
 
 
 def execute(
@@ -470,7 +558,7 @@ def execute(
     stream: int,
     device: int,
 ) -> None:
-    """Launch everything a problem takes on a stream; return without waiting.
+    """Launch everything a problem takes on a stream; return without waiting. `prepare` once is cheaper than this.
 
     `inputs` and `outputs` are named as in problem.INPUTS and problem.OUTPUTS, in axis order (batch, head, row, width)
     whatever the caller's layout; absent ones are None or missing. `workspace(nbytes)` gives device memory for use on
@@ -481,37 +569,18 @@ def execute(
         CompileError: on a first call, NVRTC is missing or refuses a kernel.
         DriverError: the driver is missing or refuses a launch.
     """
-    views = [
-        *map(inputs.get, INPUTS[problem.op]),
-        *map(outputs.get, OUTPUTS[problem.op]),
-    ]
-    pointers = [0 if view is None else view.pointer for view in views]
-    key = (
-        problem,
-        device,
-        os.environ.get(FAMILY_VARIABLE),
-        *[None if view is None else view.strides for view in views],
-        *[pointer & 15 for pointer in pointers],
-    )
-    recipe = _recipes.get(key)
-    if recipe is None:
-        recipe = _make_recipe(key, problem, views, device)
-    base = 0
-    if recipe.workspace:
-        base = workspace(recipe.workspace).pointer
-        if base & 15:
-            raise ValueError(f"workspace: expected an address that is a multiple of 16; got {base:#x}")
-    recipe.run(pointers, base, stream)
-
-
-def _make_recipe(key: Any, problem: Problem, views: list[View | None], device: int) -> _Recipe:
-    family = route(problem, driver().device(device))
-    if family == "blocked":
-        raise UnsupportedError(f"no kernel computes {problem.op} of this problem on device {device}; blocks do")
-    names = itertools.chain(INPUTS[problem.op], OUTPUTS[problem.op])
-    present = {name: view for name, view in zip(names, views, strict=True) if view is not None}
-    recipe = _Recipe(problem, family, present, device)
-    with _recipes_guard:
-        while len(_recipes) >= _RECIPES_KEPT:
-            _recipes.pop(next(iter(_recipes)))
-        return _recipes.setdefault(key, recipe)
+    given = {**inputs, **outputs}
+    views = {name: view for name in INPUTS[problem.op] + OUTPUTS[problem.op] if (view := given.get(name)) is not None}
+    lies = {name: view.strides for name, view in views.items()}
+    key = (problem, device, os.environ.get(FAMILY_VARIABLE), *lies.items())
+    prepared = _recipes.get(key)
+    if prepared is None:
+        prepared = prepare(problem, lies, device)
+        with _recipes_guard:
+            while len(_recipes) >= _RECIPES_KEPT:
+                _recipes.pop(next(iter(_recipes)))
+            prepared = _recipes.setdefault(key, prepared)
+    pointers = [view.pointer for view in views.values()]
+    recipe = prepared.recipe(pointers)
+    scratch = workspace(recipe.workspace) if recipe.workspace else None  # held until everything is launched
+    recipe.run(pointers, 0 if scratch is None else scratch.pointer, stream)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashbob_cupy import arrays, plan
 from flashbob_cupy.arrays import Kind, Layout, View
 from flashbob_cupy.problem import AXES, INPUTS, OUTPUTS, Problem, axes_of, check_layout, check_output, make_problem
+
+if TYPE_CHECKING:
+    from flashbob_cupy import kernels
 
 Window = tuple[int | None, int | None]
 
@@ -255,24 +259,39 @@ def jvp(
     return _run("jvp", arguments, causal, scale, window, layout, stream, out, deterministic)  # type: ignore[no-any-return]
 
 
-def _bob_result(*results: Any) -> BobResult:
+def _bob_result(results: list[Any]) -> BobResult:
     result = BobResult(*results[:4])
     if len(results) == 5:
         result.gdlse = results[4]
     return result
 
 
-_RESULTS: dict[str, Callable[..., Any]] = {
-    "forward": ForwardResult,
-    "backward": BackwardResult,
+_RESULTS: dict[str, Callable[[list[Any]], Any]] = {
+    "forward": ForwardResult._make,
+    "backward": BackwardResult._make,
     "bob": _bob_result,
-    "jvp": JvpResult,
+    "jvp": JvpResult._make,
 }
+
+
+def _reader(variable: str) -> Callable[[], object]:
+    """A function whose result changes when an environment variable does."""
+    try:
+        # os.environ.get takes as long as a launch when the variable is not set; the dictionary behind it does not.
+        return functools.partial(
+            getattr(os.environ, "_data").get,  # noqa: B009  # not declared, and not promised
+            os.environ.encodekey(variable),
+        )
+    except AttributeError:
+        return functools.partial(os.environ.get, variable)
+
+
+_family = _reader(plan.FAMILY_VARIABLE)
 
 #: Everything that is known about a call before its pointers, by what was asked and how the arrays lie.
 _calls: dict[Any, _Call] = {}
 #: Shapes that keep changing (growing sequences) must not fill the memory; a call is cheap to make again.
-_MOST_CALLS = 4096
+_MOST_CALLS = 1024
 
 
 def _run(
@@ -288,23 +307,25 @@ def _run(
 ) -> Any:
     kind = arrays.kind_of(arguments[0], "q")
     handle, stream_device = (None, None) if stream is None else arrays.stream_of(stream)
-    if out is None:
-        given: tuple[Any, ...] = ()
-        tokens, pointers, owners = kind.read(INPUTS[op], arguments, handle)
-    else:
+    names = INPUTS[op]
+    given: tuple[Any, ...] = ()
+    if out is not None:
         given = _unpack_out(op, kind, out, with_dlse=op == "bob" and arguments[-1] is not None)
-        tokens, pointers, owners = kind.read(_NAMES_WITH_OUT[op], arguments + given, handle)
+        names, arguments = _NAMES_WITH_OUT[op], arguments + given
+    present = [x for x in arguments if x is not None]
+    if len(present) != len(arguments):
+        names = tuple([name for name, x in zip(names, arguments, strict=True) if x is not None])
+    tokens, pointers, owners = kind.read(names, present, handle)
     key: tuple[Any, ...] | None
     try:
         # Types are part of the key because True == 1 == 1.0, but only some of these are right.
         types = (type(causal), type(scale), type(deterministic), window and tuple(map(type, window)))
-        family = os.environ.get(plan.FAMILY_VARIABLE)
-        key = (op, kind, bool(given), causal, scale, window, layout, deterministic, types, family, *tokens)
+        key = (op, names, kind, causal, scale, window, layout, deterministic, types, _family(), *tokens)
         call = _calls.get(key)
     except TypeError:  # an option of a wrong type, which the checks below name
         key = call = None
     if call is None:
-        call = _Call(op, kind, tokens, bool(given), causal, scale, window, layout, deterministic)
+        call = _Call(op, kind, names, tokens, causal, scale, window, layout, deterministic)
         if key is not None:
             if len(_calls) >= _MOST_CALLS:
                 _calls.clear()
@@ -335,7 +356,11 @@ def _unpack_out(op: str, kind: Kind, out: object, with_dlse: bool) -> tuple[Any,
     return given
 
 
-_NAMES_WITH_OUT = {op: INPUTS[op] + tuple(f"out ({name})" for name in OUTPUTS[op]) for op in OUTPUTS}
+def _label(name: str) -> str:
+    return f"out ({name})"
+
+
+_NAMES_WITH_OUT = {op: INPUTS[op] + tuple(map(_label, OUTPUTS[op])) for op in OUTPUTS}
 
 
 def logical(name: str, given: Layout, layout: str) -> Layout:
@@ -367,14 +392,17 @@ def compute_in_blocks(
 
 
 class _Call:
-    """What is the same in all calls with the same options on arrays that lie the same way."""
+    """What is the same in all calls with the same options on arrays that lie the same way.
+
+    Arrays are always in one order: inputs, preallocated results, new results; absent ones have no place in it.
+    """
 
     def __init__(
         self,
         op: str,
         kind: Kind,
+        names: tuple[str, ...],
         tokens: list[Any],
-        with_out: bool,
         causal: bool,
         scale: float | None,
         window: Window | None,
@@ -382,56 +410,48 @@ class _Call:
         deterministic: bool,
     ) -> None:
         check_layout(layout)
-        labels = _NAMES_WITH_OUT[op] if with_out else INPUTS[op]
-        described: list[Layout | None] = []
-        position = 0
-        for label in labels:
-            if tokens[position] is None:
-                described.append(None)
-                position += 1
-            else:
-                described.append(kind.translate(label, *tokens[position : position + 4]))
-                position += 4
-        inputs = dict(zip(INPUTS[op], described, strict=False))
+        described = {name: kind.translate(name, *tokens[place :: len(names)]) for place, name in enumerate(names)}
+        inputs = {name: described.get(name) for name in INPUTS[op]}
         self.problem: Problem = make_problem(
             op, inputs, causal=causal, scale=scale, window=window, layout=layout, deterministic=deterministic
         )
-        q = inputs["q"]
-        assert q is not None
         self.kind = kind
-        self.device = q.device
-        self.inputs = tuple(
-            (name, None if given is None else logical(name, given, layout)) for name, given in inputs.items()
-        )
-        outputs: list[tuple[str, Layout, Callable[[], Any] | None]] = []
-        given_outputs = described[len(inputs) :] or [None] * len(OUTPUTS[op])
-        for name, given in zip(OUTPUTS[op], given_outputs, strict=True):
+        self.device = described["q"].device
+        lies = {name: logical(name, given, layout) for name, given in described.items() if name in inputs}
+        self._first_output = len(lies)
+        #: How each new result is made: a function to call, and the place of the array it is to be like, if any.
+        self._new: list[tuple[Callable[..., Any], int | None]] = []
+        self._outputs = tuple(name for name in OUTPUTS[op] if name != "gdlse" or self.problem.dlse)
+        new_lies: dict[str, Layout] = {}
+        for name in self._outputs:
+            given = described.get(_label(name))
             if given is not None:
                 check_output(self.problem, name, given, layout, self.device)
                 if arrays.overlaps_itself(given):
                     raise ValueError(
                         f"out ({name}) must not overlap itself; got shape {given.shape} with strides {given.strides}"
                     )
-                outputs.append((name, logical(name, given, layout), None))
-            elif name != "gdlse" or self.problem.dlse:
+                lies[name] = logical(name, given, layout)
+            else:
                 shape = tuple(getattr(self.problem, axis) for axis in axes_of(name, layout))
-                dtype = self.problem.dtype_of(name)
-                new = Layout(shape, arrays.row_major(shape), dtype, self.device)
-                outputs.append((name, logical(name, new, layout), kind.allocator(shape, dtype, self.device)))
-        self.outputs = tuple(outputs)
+                new = Layout(shape, arrays.row_major(shape), self.problem.dtype_of(name), self.device)
+                new_lies[name] = logical(name, new, layout)
+                alike = next((place for place, given in enumerate(described.values()) if given == new), None)
+                if kind.twin is not None and alike is not None:
+                    self._new.append((kind.twin, alike))
+                else:
+                    self._new.append((kind.allocator(shape, new.dtype, self.device), None))
+        self._lies = lies | new_lies
         #: Label, layout and extent of every array there is, to see that preallocated results have memory of their own.
-        self._spans = tuple(
-            None if lie is None else (label, lie, *arrays.extent(lie))
-            for label, lie in zip(labels, described, strict=True)
-        )
-        self.route = "blocked"
-        if self.problem.vanishes:
-            self.route = "zero"
-        elif self.device[0] == "cuda":
+        self._spans = tuple((label, lie, *arrays.extent(lie)) for label, lie in described.items())
+        self._scratch: dict[int, Callable[[], Any]] = {}
+        self._prepared: kernels.Prepared | None = None
+        if self.device[0] == "cuda" and not self.problem.vanishes:
             from flashbob_cupy import kernels
 
-            self.route = plan.route(self.problem, kernels.device_info(self.device[1]))
-            self._execute = kernels.execute
+            if plan.route(self.problem, kernels.device_info(self.device[1])) != "blocked":
+                strides = {name: lie.strides for name, lie in self._lies.items()}
+                self._prepared = kernels.prepare(self.problem, strides, self.device[1])
         self._result = _RESULTS[op]
 
     def check_stream(self, stream_device: int | None) -> None:
@@ -441,76 +461,70 @@ class _Call:
         if stream_device not in (None, index):
             raise ValueError(f"stream must be on cuda:{index} like q; got a stream of cuda:{stream_device}")
 
-    def run(self, q: Any, pointers: list[int], owners: list[object], given: tuple[Any, ...], stream: int | None) -> Any:
+    def run(self, q: Any, pointers: list[int], owners: list[Any], given: tuple[Any, ...], stream: int | None) -> Any:
         """Compute on one set of arrays; `given` are preallocated results, or empty."""
-        views = {
-            name: None if lie is None else View(pointer, lie.shape, lie.strides, lie.dtype, lie.device, owner)
-            for (name, lie), pointer, owner in zip(self.inputs, pointers, owners, strict=False)
-        }
-        kind, index = self.kind, self.device[1]
+        kind, (place, index) = self.kind, self.device
         if given:
             self._check_overlap(pointers)
-        if self.device[0] == "cpu":
-            return self._compute(q, views, pointers, owners, given, 0)
+        if place == "cpu":
+            return self._compute(q, pointers, owners, given, 0)
         current = kind.current_stream(index)
         if stream is None:
             stream = current
         if stream == current and kind.is_current(index):
-            return self._compute(q, views, pointers, owners, given, stream)
+            return self._compute(q, pointers, owners, given, stream)
         with kind.on(stream, index):
-            results = self._compute(q, views, pointers, owners, given, stream)
-            kind.hold([owner for owner in owners if owner is not None], stream, index)
+            results = self._compute(q, pointers, owners, given, stream)
+            kind.hold(owners, stream, index)
         return results
 
     def _check_overlap(self, pointers: list[int]) -> None:
         """Refuse preallocated results that share memory with an input or with each other."""
         earlier: list[tuple[int, int, str, View]] = []
-        for place, (span, pointer) in enumerate(zip(self._spans, pointers, strict=True)):
-            if span is None:
-                continue
-            label, lie, below, size = span
+        for place, ((label, lie, below, size), pointer) in enumerate(zip(self._spans, pointers, strict=True)):
             low, high, view = pointer - below, pointer - below + size, View(pointer, *lie, None)
-            if place >= len(self.inputs):
+            if place >= self._first_output:
                 for other_low, other_high, other, taken in earlier:
                     if low < other_high and other_low < high and arrays.overlap(view, taken):
                         raise ValueError(f"{label} must not share memory with {other}")
             earlier.append((low, high, label, view))
 
-    def _compute(
-        self,
-        q: Any,
-        views: dict[str, View | None],
-        pointers: list[int],
-        owners: list[object],
-        given: tuple[Any, ...],
-        stream: int,
-    ) -> Any:
-        kind, offset = self.kind, len(self.inputs)
-        results: dict[str, View] = {}
-        raws: list[Any] = []
-        for position, (name, lie, allocate) in enumerate(self.outputs, offset):
-            if allocate is None:
-                raw, pointer, owner = given[position - offset], pointers[position], owners[position]
+    def _compute(self, q: Any, pointers: list[int], owners: list[Any], given: tuple[Any, ...], stream: int) -> Any:
+        kind = self.kind
+        new = [make() if like is None else make(owners[like]) for make, like in self._new]
+        pointers += map(kind.pointer, new)
+        if self._prepared is not None:
+            recipe = self._prepared.recipe(pointers)
+            if recipe.workspace:
+                workspace = self._workspace(recipe.workspace)  # held until everything is launched
+                recipe.run(pointers, kind.pointer(workspace), stream)
             else:
-                raw = owner = allocate()
-                pointer = kind.pointer(raw)
-            raws.append(raw)
-            results[name] = View(pointer, lie.shape, lie.strides, lie.dtype, lie.device, owner)
-        if self.route == "zero":
-            for raw, (name, view) in zip(raws, results.items(), strict=True):
-                if 0 not in view.shape:
-                    kind.fill(raw, view, -math.inf if name == "lse" else 0.0)
-        elif self.route == "blocked":
-            compute_in_blocks(self.problem, views, results, stream)
+                recipe.run(pointers, 0, stream)
         else:
-            self._execute(self.problem, views, results, self._workspace, stream, self.device[1])
-        finished = (
-            raw if allocate is None else kind.finish(raw, q)
-            for raw, (_, _, allocate) in zip(raws, self.outputs, strict=True)
-        )
-        return self._result(*finished)
+            results = [x for x in given if x is not None] + new
+            self._compute_without_kernels(pointers, owners + new, results, stream)
+        if kind.finishes:
+            new = [kind.finish(x, q) for x in new]
+        if given:
+            fresh = iter(new)
+            new = [next(fresh) if x is None else x for x in given[: len(self._outputs)]]
+        return self._result(new)
 
-    def _workspace(self, size: int) -> View:
+    def _compute_without_kernels(self, pointers: list[int], owners: list[Any], results: list[Any], stream: int) -> None:
+        views = {
+            name: View(pointer, lie.shape, lie.strides, lie.dtype, lie.device, owner)
+            for (name, lie), pointer, owner in zip(self._lies.items(), pointers, owners, strict=True)
+        }
+        if not self.problem.vanishes:
+            compute_in_blocks(self.problem, views, views, stream)
+            return
+        for name, x in zip(list(views)[self._first_output :], results, strict=True):
+            if 0 not in views[name].shape:
+                self.kind.fill(x, views[name], -math.inf if name == "lse" else 0.0)
+
+    def _workspace(self, size: int) -> Any:
         """Scratch of so many bytes, from the allocator that the results come from."""
-        raw = self.kind.allocator((size,), "uint8", self.device)()
-        return View(self.kind.pointer(raw), (size,), (1,), "uint8", self.device, raw)
+        make = self._scratch.get(size)
+        if make is None:
+            make = self._scratch[size] = self.kind.allocator((size,), "uint8", self.device)
+        return make()

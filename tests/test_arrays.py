@@ -32,7 +32,7 @@ from kinds import (
 
 from flashbob_cupy import arrays, kernels, plan
 from flashbob_cupy.arrays import View, borrow, numpy_view, overlap, overlaps_itself, row_major, stream_of
-from flashbob_cupy.problem import INPUTS, Mask
+from flashbob_cupy.problem import INPUTS, OUTPUTS, Mask
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 ALL_BF16 = np.arange(65536, dtype=np.uint16).view(BF16)
@@ -427,8 +427,18 @@ def launches(monkeypatch):
     """A pretended GPU: everything up to the launch happens, and what would be launched is returned."""
     made = []
 
-    def execute(problem, inputs, outputs, workspace, stream, device):
-        made.append((problem, inputs, outputs, stream, device))
+    class Recipe:
+        workspace = 0
+
+        def __init__(self, problem, lies, device):
+            self.of = problem, lies, device
+
+        def recipe(self, pointers):
+            return self
+
+        def run(self, pointers, base, stream):
+            problem, lies, device = self.of
+            made.append((problem, lies, dict(zip(lies, pointers, strict=True)), stream, device))
 
     class NoStream:
         def __init__(self, stream, device):
@@ -441,7 +451,7 @@ def launches(monkeypatch):
             made.append("restored")
 
     monkeypatch.setattr(kernels, "device_info", lambda index: plan.typical_device("sm_80"))
-    monkeypatch.setattr(kernels, "execute", execute)
+    monkeypatch.setattr(kernels, "prepare", Recipe)
     monkeypatch.setattr(arrays, "cupy_stream", NoStream)
     monkeypatch.setattr(arrays._held, "until_now", lambda owners: made.append(("held", len(owners))))
     monkeypatch.setattr("flashbob_cupy.ops._calls", {})
@@ -457,37 +467,35 @@ def test_work_goes_on_the_stream_that_the_producers_were_told_of(launches, op, s
     out = [OnDevice(x, 2, 1) for x in empty_results(op, "float16")]
     results = call(op, given, out=out, stream=stream, layout="bhnd", causal=True)
     assert all(a is b for a, b in zip(results, out, strict=True))
-    current, (problem, inputs, outputs, on, device), held, restored = launches
+    current, (problem, lies, pointers, on, device), held, restored = launches
     assert current == ("current", handle, 1)
     assert (on, device, restored) == (handle, 1, "restored")
     assert (problem.op, problem.dtype, problem.mask.right) == (op, "float16", 0)
     assert all(x.streams == [asked] for x in given.values() if x is not None)
     assert all(asked in x.streams for x in out)
     assert held == ("held", sum(x is not None for x in given.values()) + len(out))
-    for name, view in {**inputs, **outputs}.items():
-        if view is None:
-            assert name == "dlse"
-            continue
-        assert view.shape == problem.shape(name)
-        assert view.device == ("cuda", 1)
-    assert inputs["q"].pointer == address(given["q"].data)
+    assert list(lies) == [name for name in INPUTS[op] + OUTPUTS[op] if name not in ("dlse", "gdlse")]
+    for name, x in zip(lies, [x for x in given.values() if x is not None] + out, strict=True):
+        assert lies[name] == row_major(problem.shape(name))
+        assert pointers[name] == address(x.data)
 
 
 def test_kernels_see_axes_in_one_order(launches):
     given = {name: OnDevice(x) for name, x in arguments("forward", "float16", layout="bnhd").items()}
     o, lse = np.zeros((2, 5, 4, 6), np.float16), np.zeros((2, 4, 5, 1), np.float32)
     call("forward", given, out=[OnDevice(o), OnDevice(lse)], layout="bnhd")
-    _, inputs, outputs, *_ = launches[1]
-    assert (inputs["q"].shape, inputs["q"].strides) == ((2, 4, 5, 8), (160, 8, 32, 1))
-    assert (outputs["o"].shape, outputs["o"].strides) == ((2, 4, 5, 6), (120, 6, 24, 1))
-    assert (outputs["lse"].shape, outputs["lse"].strides) == ((2, 4, 5), (20, 5, 1))
-    assert set(inputs) == set(INPUTS["forward"])
+    problem, lies, *_ = launches[1]
+    assert problem.shape("q") == (2, 4, 5, 8)
+    assert lies == {
+        "q": (160, 8, 32, 1), "k": (112, 8, 16, 1), "v": (84, 6, 12, 1), "o": (120, 6, 24, 1), "lse": (20, 5, 1),
+    }  # fmt: skip
 
 
 def test_stream_of_another_device(launches):
     given = {name: OnDevice(x, 2, 1) for name, x in arguments("forward").items()}
+    out = [OnDevice(x, 2, 1) for x in empty_results("forward")]
     with pytest.raises(ValueError, match=r"stream must be on cuda:1 like q; got a stream of cuda:3"):
-        call("forward", given, stream=_TorchStream())
+        call("forward", given, out=out, stream=_TorchStream())
     assert launches == []
 
 
@@ -638,7 +646,7 @@ def test_gpu_zero_sizes(name, sizes, monkeypatch):
     def started(*args):
         raise AssertionError("a kernel was launched although every result is known")
 
-    monkeypatch.setattr(kernels, "execute", started)
+    monkeypatch.setattr(kernels, "prepare", started)
     monkeypatch.setattr("flashbob_cupy.ops._calls", {})
     kind = GPU_KINDS[name]()
     given = moved(kind, arguments("bob", "bfloat16", **sizes))
