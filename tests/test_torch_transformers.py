@@ -83,8 +83,8 @@ def test_products_of_a_real_encoder_on_real_text() -> None:
     # Charles Darwin, On the Origin of Species (1859): public domain.
     text = (
         "There is grandeur in this view of life, with its several powers, having been originally breathed into a few "
-        "forms or into one; and that, whilst this planet has gone cycling on according to the fixed law of gravity, from so "
-        "simple a beginning endless forms most beautiful and most wonderful have been, and are being, evolved."
+        "forms or into one; and that, whilst this planet has gone cycling on according to the fixed law of gravity, "
+        "from so simple a beginning endless forms most beautiful and most wonderful have been, and are being, evolved."
     )
     tokens = transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
 
