@@ -9,6 +9,8 @@ import os
 import pytest
 
 REQUIRE = "FLASHBOB_REQUIRE_GPU"
+# CuPy, JAX and torch share the GPU here; unasked, JAX takes most of its memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 @functools.cache
@@ -37,3 +39,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if os.environ.get(REQUIRE) == "1":
         pytest.fail(f"{REQUIRE}=1, but {reason}", pytrace=False)
     pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def prepared(request: pytest.FixtureRequest) -> None:
+    """Kernels and references of the cases of all selected GPU tests, made on every core before the first one runs."""
+    import gpu
+
+    chosen = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
+    gpu.prepare((x["case"], x["engine"]) for x in chosen if {"case", "engine"} <= x.keys())

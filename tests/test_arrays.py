@@ -708,33 +708,3 @@ def test_gpu_host_time_of_a_repeated_call():
             call("bob", given, causal=True)
         best = min(best, (time.perf_counter() - start) / 20)
     assert best < 80e-6
-
-
-@pytest.mark.gpu
-def test_gpu_many_heads():
-    # cupy 7539: more heads than a grid has in its second and third dimension
-    kind = GPU_KINDS["cupy"]()
-    given = arguments("bob", "float16", B=35000, Hq=2, Hkv=2, M=16, N=16, D=16, Dv=16)
-    some = {name: None if x is None else x[-2:] for name, x in given.items()}
-    result = call("bob", moved(kind, given))
-    judge("bob", some, [kind.numpy(x[-2:]) for x in result], Mask())
-
-
-@pytest.mark.gpu
-def test_gpu_offsets_past_2_to_the_31():
-    # flash-attention 2260: padded workspaces pass 2^31 elements; with one key, all results are known exactly
-    import cupy
-
-    B, H, D = 8300, 16, 128
-    rng = cupy.random.default_rng(0)
-    q, k, v, do, uv = (rng.standard_normal((B, H, 1, D), dtype=np.float32).astype(np.float16) for _ in range(5))
-    forward = call("forward", {"q": q, "k": k, "v": v})
-    assert (forward.o == v).all()
-    given = {"q": q, "k": k, "v": v, "do": do, "o": forward.o, "lse": forward.lse, "dlse": None}
-    first = call("backward", given)
-    assert not first.dq.any()
-    assert (first.dv == do).all()
-    second = call("bob", {**given, "uq": q, "uk": k, "uv": uv})
-    assert (second.gdo == uv).all()
-    assert not second.gq.any()
-    assert not second.gv.any()
