@@ -238,6 +238,8 @@ def _cupy() -> Any:
 # ----------------------------------------------------------------------------------------------------------- kinds
 
 Tokens = list[Any]
+#: Recognisers, and what is known of the arrays that they take.
+Known = tuple[tuple[Callable[..., bool], Any], ...]
 _shape, _strides, _dtype, _device, _requires_grad = map(
     operator.attrgetter, ("shape", "strides", "dtype", "device", "requires_grad")
 )
@@ -261,6 +263,17 @@ class Kind:
         framework's own objects), the pointers, and the objects that keep the memory alive.
         """
         raise NotImplementedError
+
+    def recogniser(self, arrays: Sequence[Any]) -> Callable[..., bool] | None:
+        """A function of as many arrays: whether `read` would accept them and return the same tokens.
+
+        None if the framework has nothing that is quicker than `read`.
+        """
+        return None
+
+    def recognise(self, known: Known, arrays: Sequence[Any]) -> Any:
+        """What is known under the first recogniser that takes the arrays, or None."""
+        return None
 
     def translate(self, name: str, shape: Any, strides: Any, dtype: Any, device: Any) -> Layout:
         """What `read` says of one array, in plain values."""
@@ -381,6 +394,8 @@ class TorchKind(Kind):
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         if raw_stream is not None:
             self.current_stream = raw_stream  # type: ignore[method-assign]
+        self._forward_ad = torch.autograd.forward_ad
+        self._guards = _tensor_guards(torch)
 
     def read(
         self, names: Sequence[str], arrays: Sequence[Any], stream: int | None
@@ -399,6 +414,18 @@ class TorchKind(Kind):
             raise self._refusal(names, arrays)
         return tokens, pointers, list(arrays)
 
+    def recogniser(self, arrays: Sequence[Any]) -> Callable[..., bool] | None:
+        if self._guards is None or set(map(type, arrays)) != self._plain:
+            return None
+        return self._guards(arrays)
+
+    def recognise(self, known: Known, arrays: Sequence[Any]) -> Any:
+        if known and not self._in_forward_mode():  # guards do not see tangents
+            for accepts, call in known:
+                if accepts(*arrays):
+                    return call
+        return None
+
     def _without_type(self, name: str, x: Any) -> Any:
         """The same tensor as a torch.Tensor, so that no subclass gets a say in what follows."""
         tensor = self._torch.Tensor
@@ -410,11 +437,12 @@ class TorchKind(Kind):
         return x if x.requires_grad else x.as_subclass(tensor)  # which loses requires_grad under no_grad
 
     def _any_dual(self, arrays: Sequence[Any]) -> bool:
-        forward_ad = self._torch.autograd.forward_ad
+        return self._in_forward_mode() and any(self._forward_ad.unpack_dual(x).tangent is not None for x in arrays)
+
+    def _in_forward_mode(self) -> bool:
         # Where forward mode is switched off, as inside the operators of the adapter, PyTorch drops tangents itself.
-        if getattr(forward_ad, "_current_level", 0) < 0 or not self._torch._C._is_fwd_grad_enabled():
-            return False
-        return any(forward_ad.unpack_dual(x).tangent is not None for x in arrays)
+        level: int = getattr(self._forward_ad, "_current_level", 0)
+        return level >= 0 and bool(self._torch._C._is_fwd_grad_enabled())
 
     def _refusal(self, names: Sequence[str], arrays: Sequence[Any]) -> TypeError:
         """The error for the first tensor that cannot be read."""
@@ -479,6 +507,29 @@ class TorchKind(Kind):
         cuda = self._torch.cuda
         # A null pointer asks ExternalStream for a fresh stream.
         return cuda.ExternalStream(stream, device=device) if stream else cuda.default_stream(device)
+
+
+def _tensor_guards(torch: Any) -> Callable[[Sequence[Any]], Callable[..., bool]] | None:
+    """Makes torch.compile's test that tensors are still what they were: one call that looks at everything.
+
+    It is not part of torch's interface, so it is only used where it does what is needed here.
+    """
+
+    def guards(arrays: Sequence[Any]) -> Callable[..., bool]:
+        made = torch._C._dynamo.guards.TensorGuards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        return made.check  # type: ignore[no-any-return]
+
+    try:
+        x = torch.empty(2, 3)
+        parameter, leaf = torch.nn.Parameter(x, requires_grad=False), x.clone().requires_grad_()
+        others = [x.double(), x.t(), x[:, :2], x[0], torch._neg_view(x), x.to("meta"), x.to_sparse(), parameter, leaf]
+        accepts = guards([x])
+        right = accepts(torch.empty(2, 3)) and not any(map(accepts, others))
+        with torch.no_grad():
+            right = right and not guards([x])(leaf)
+    except Exception:  # whatever a torch that lacks it, or has it in another form, makes of this
+        return None
+    return guards if right else None
 
 
 class _DLTensor(ctypes.Structure):

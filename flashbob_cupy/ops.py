@@ -288,10 +288,12 @@ def _reader(variable: str) -> Callable[[], object]:
 
 _family = _reader(plan.FAMILY_VARIABLE)
 
-#: Everything that is known about a call before its pointers, by what was asked and how the arrays lie.
-_calls: dict[Any, _Call] = {}
+#: Everything that is known about a call before its pointers, by what was asked and how the arrays lie: `_Call` under
+#: (options, *tokens). Under the options alone are the last few of them, where the kind of array has recognisers.
+_calls: dict[Any, Any] = {}
 #: Shapes that keep changing (growing sequences) must not fill the memory; a call is cheap to make again.
 _MOST_CALLS = 1024
+_MOST_RECOGNISED = 4
 
 
 def _run(
@@ -315,24 +317,36 @@ def _run(
     present = [x for x in arguments if x is not None]
     if len(present) != len(arguments):
         names = tuple([name for name, x in zip(names, arguments, strict=True) if x is not None])
-    tokens, pointers, owners = kind.read(names, present, handle)
-    key: tuple[Any, ...] | None
+    options: tuple[Any, ...] | None
     try:
         # Types are part of the key because True == 1 == 1.0, but only some of these are right.
         types = (type(causal), type(scale), type(deterministic), window and tuple(map(type, window)))
-        key = (op, names, kind, causal, scale, window, layout, deterministic, types, _family(), *tokens)
-        call = _calls.get(key)
-    except TypeError:  # an option of a wrong type, which the checks below name
-        key = call = None
-    if call is None:
-        call = _Call(op, kind, names, tokens, causal, scale, window, layout, deterministic)
-        if key is not None:
-            if len(_calls) >= _MOST_CALLS:
-                _calls.clear()
-            _calls[key] = call
+        options = (op, names, kind, causal, scale, window, layout, deterministic, types, _family())
+        known = _calls.get(options, ())
+    except TypeError:  # an option of a wrong type, which the checks of a new call name
+        options, known = None, ()
+    call = kind.recognise(known, present)
+    if call is not None:
+        pointers, owners = list(map(kind.pointer, present)), present
+    else:
+        tokens, pointers, owners = kind.read(names, present, handle)
+        call = None if options is None else _calls.get((options, *tokens))
+        if call is None:
+            call = _Call(op, kind, names, tokens, causal, scale, window, layout, deterministic)
+        if options is not None:
+            _remember(options, tokens, kind.recogniser(present), call)
     if handle is not None:
         call.check_stream(stream_device)
     return call.run(arguments[0], pointers, owners, given, handle)
+
+
+def _remember(options: tuple[Any, ...], tokens: list[Any], accepts: Callable[..., bool] | None, call: _Call) -> None:
+    if len(_calls) >= _MOST_CALLS:
+        _calls.clear()
+    _calls[options, *tokens] = call
+    if accepts is not None:
+        known = [entry for entry in _calls.get(options, ()) if entry[1] is not call]
+        _calls[options] = ((accepts, call), *known[: _MOST_RECOGNISED - 1])
 
 
 def _unpack_out(op: str, kind: Kind, out: object, with_dlse: bool) -> tuple[Any, ...]:

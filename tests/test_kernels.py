@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -305,6 +307,70 @@ def test_a_repeated_call_only_launches(library: Library, monkeypatch: pytest.Mon
     assert library.calls == ["cuCtxGetCurrent", *["cuLaunchKernelEx"] * 3]
     assert len(sizes) == 1
     assert sizes[0] > 0
+
+
+def test_only_what_changed_is_written_and_nothing_stale_is_launched(library: Library) -> None:
+    """Calls on two sets of arrays in turn: every launch sees the addresses of its own."""
+    seen: list[tuple[int, int, int]] = []
+
+    def launch(config: int, kernel: int, parameters: int, _: Any) -> int:
+        attention = ctypes.c_uint64.from_address(parameters).value
+        seen.append(tuple((ctypes.c_uint64 * 64).from_address(attention)[i] for i in words))
+        return 0
+
+    words = (0, kernels._VIEWS.index("out_o") * 4, kernels._STATISTICS_WORD)
+    kernels.driver().launch = launch
+    lies = {
+        name: contiguous(BOB.shape(name)) for name in INPUTS["bob"] + OUTPUTS["bob"] if name not in ("dlse", "gdlse")
+    }
+    prepared = kernels.prepare(BOB, lies, 0)
+    one = [(1 << 40) + (i << 20) for i in range(len(lies))]
+    other = [(1 << 41) + (i << 20) for i in range(len(lies))]
+    recipe = prepared.recipe(one)
+    assert prepared.recipe(other) is recipe
+    o = list(lies).index("gdo")
+    for pointers, base in ((one, 1 << 50), (one, 1 << 50), (other, 1 << 50), (one, 1 << 51), (list(one), 1 << 51)):
+        del seen[:]
+        recipe.run(pointers, base, 0)
+        assert set(seen) == {(pointers[0], pointers[o], base)}
+    with pytest.raises(ValueError, match="multiple of 16"):
+        recipe.run(other, 8, 0)
+    del seen[:]
+    recipe.run(one, 1 << 51, 0)
+    assert set(seen) == {(one[0], one[o], 1 << 51)}
+
+
+def test_arrays_of_another_alignment_are_copied(library: Library) -> None:
+    lies = {name: contiguous(FORWARD.shape(name)) for name in INPUTS["forward"] + OUTPUTS["forward"]}
+    prepared = kernels.prepare(FORWARD, lies, 0)
+    aligned = [(1 << 40) + (i << 20) for i in range(len(lies))]
+    shifted = [pointer + 2 * (i == 1) for i, pointer in enumerate(aligned)]
+    assert prepared.recipe(aligned).workspace == 0
+    recipe = prepared.recipe(shifted)
+    assert recipe.workspace == 2 * math.prod(FORWARD.shape("k"))
+    assert prepared.recipe([pointer + (1 << 30) for pointer in shifted]) is recipe
+    recipe.run(shifted, 1 << 50, 0)
+    assert len(library.launches) == 2
+
+
+def test_the_workspace_is_held_until_everything_is_launched(library: Library) -> None:
+    held: list[Any] = []
+
+    class Owner(View):
+        pass
+
+    def workspace(nbytes: int) -> View:
+        made = Owner(1 << 50, (1,))
+        held.append(weakref.ref(made))
+        return made
+
+    def launch(*_: Any) -> int:
+        assert held[-1]() is not None
+        return 0
+
+    kernels.driver().launch = launch
+    run(BOB, workspace=workspace)
+    assert held[-1]() is None
 
 
 def test_threads_share_one_compilation(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from kinds import NUMPY_DTYPES, OPS, arguments, assert_same, bits, call, dtype_of, empty_results, judge
 
 import flashbob_cupy as fb
-from flashbob_cupy import blocked, ops
+from flashbob_cupy import arrays, blocked, ops
 from flashbob_cupy.problem import AXES, INPUTS, OUTPUTS, Mask, Problem
 
 
@@ -300,6 +301,80 @@ def test_repeated_calls_are_cheap(monkeypatch):
     monkeypatch.setattr(ops, "make_problem", lambda *args, **options: checks.append(args))
     call("bob", {**given, "uq": given["uq"].clone()})
     assert checks == []
+    kind = arrays.kind_of(given["q"], "q")
+    assert kind._guards is not None  # with the torch that the tests are for, one call looks at all the tensors
+    monkeypatch.setattr(kind, "read", lambda *args: checks.append(args))
+    call("bob", {**given, "uq": given["uq"].clone()})
+    assert checks == []
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_what_was_accepted_before_is_looked_at_again(monkeypatch, guarded):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    given = {name: torch.from_numpy(x) for name, x in arguments("forward", M=8, N=8).items()}
+    if not guarded:
+        monkeypatch.setattr(arrays.kind_of(given["q"], "q"), "_guards", None)
+    monkeypatch.setattr(ops, "_calls", {})
+    q = given["q"]
+    expected = call("forward", given)
+    changed = torch.empty_strided(q.shape, (2 * q.stride(0), *q.stride()[1:3], 1)).copy_(q)
+    for x in (q.clone(), changed, q.swapaxes(1, 2).contiguous().swapaxes(1, 2), torch.nn.Parameter(q, False)):
+        o, lse = call("forward", {**given, "q": x})
+        assert type(o) is type(lse) is torch.Tensor
+        assert o.is_contiguous()
+        assert torch.equal(o, expected.o)
+        assert torch.equal(lse, expected.lse)
+    with torch.no_grad():
+        assert torch.equal(call("forward", given).o, expected.o)
+        with pytest.raises(TypeError, match="q requires grad"):
+            call("forward", {**given, "q": q.clone().requires_grad_()})
+    with torch.inference_mode():
+        assert torch.equal(call("forward", {**given, "q": q.clone()}).o, expected.o)
+    assert call("forward", {**given, "q": q[:, :2]}).o.shape[1] == 2
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.equal(call("forward", given).o, expected.o)
+        with pytest.raises(TypeError, match="q carries a forward-mode tangent"):
+            call("forward", {**given, "q": torch.autograd.forward_ad.make_dual(q, q)})
+    for bad, error, message in (
+        (q.clone().requires_grad_(), TypeError, "q requires grad"),
+        (torch._neg_view(q), TypeError, "q has its negative bit set"),
+        (q.to_sparse(), TypeError, "q must be a dense tensor"),
+        (q.to("meta"), ValueError, "q must be on a CPU or a CUDA device"),
+        (q.double(), TypeError, "k must be float64 like q"),
+        (q[..., 0], ValueError, "q must have the 4 axes"),
+        (q.numpy(), TypeError, "k must be a NumPy array like q"),
+    ):
+        with pytest.raises(error, match=message):
+            call("forward", {**given, "q": bad})
+    with pytest.raises(TypeError, match=r"q is inside torch\.func"):
+        torch.func.vmap(lambda x: call("forward", {**given, "q": x}).o)(q[None])
+    assert torch.equal(call("forward", given).o, expected.o)
+
+
+@pytest.mark.parametrize("lacking", ["_dynamo", "check"])
+def test_a_torch_without_guards(lacking):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+
+    class Accepting:
+        def __init__(self, *tensors, **options):
+            self.check = lambda *tensors: True
+
+    guards = types.SimpleNamespace(guards=types.SimpleNamespace(TensorGuards=Accepting))
+    inner = types.SimpleNamespace(**({} if lacking == "_dynamo" else {"_dynamo": guards}))
+    changed = types.SimpleNamespace(**{**vars(torch), "_C": inner})
+    assert arrays._tensor_guards(changed) is None
+
+
+def test_the_family_is_read_again_at_every_call(monkeypatch):
+    monkeypatch.setenv("FLASHBOB_FAMILY", "sm80")
+    read = ops._reader("FLASHBOB_FAMILY")
+    before = read()
+    monkeypatch.setenv("FLASHBOB_FAMILY", "sm90")
+    assert read() != before
+    monkeypatch.delenv("FLASHBOB_FAMILY")
+    assert read() is None
+    monkeypatch.setattr(ops.os, "environ", {"FLASHBOB_FAMILY": "sm80"})  # a mapping without anything behind it
+    assert ops._reader("FLASHBOB_FAMILY")() == "sm80"
 
 
 # ---- what is promised in the signatures -----------------------------------------------------------------------------
