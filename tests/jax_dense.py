@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import numpy as np
 from jax import numpy as jnp
+
+from flashbob_cupy.jax import attention
 
 
 def dense(
@@ -79,3 +82,24 @@ def assert_close(actual: Any, expected: Any) -> None:
         size = np.linalg.norm(e)
         assert size > 0
         assert np.linalg.norm(np.asarray(a) - np.asarray(e)) <= np.sqrt(np.finfo(np.float64).eps) * size
+
+
+def all_links(q: Any, k: Any, v: Any, do: Any, dlse: Any, u: Any, **options: Any) -> dict[str, Any]:
+    """The results of the four operations, as JAX derives them from `attention`."""
+
+    def function(*x: Any) -> Any:
+        o, lse = attention(*x, return_lse=True, **options)
+        return (o, lse) if dlse is not None else o
+
+    def backward(q: Any, k: Any, v: Any, ct: Any) -> Any:
+        return jax.vjp(function, q, k, v)[1](ct)
+
+    ct = do if dlse is None else (do, dlse)
+    pair = functools.partial(attention, return_lse=True, **options)
+    *bob, gct = jax.vjp(backward, q, k, v, ct)[1](tuple(u))
+    return {
+        "forward": pair(q, k, v),
+        "jvp": jax.jvp(pair, (q, k, v), tuple(u))[1],
+        "backward": backward(q, k, v, ct),
+        "bob": (*bob, *([gct] if dlse is None else gct)),
+    }

@@ -19,7 +19,7 @@ pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed")
 import kinds  # noqa: E402
 import numpy as np  # noqa: E402
 from jax import numpy as jnp  # noqa: E402
-from jax_dense import like, qkv  # noqa: E402
+from jax_dense import all_links, like, qkv  # noqa: E402
 
 import flashbob_cupy as fb  # noqa: E402
 from flashbob_cupy import kernels, ops, plan  # noqa: E402
@@ -50,27 +50,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(ops, "compute_in_blocks", watch)
     return seen
-
-
-def all_links(q: Any, k: Any, v: Any, do: Any, dlse: Any, u: Any, **options: Any) -> dict[str, Any]:
-    """The results of the four operations, as JAX derives them from `attention`."""
-
-    def function(*x: Any) -> Any:
-        o, lse = attention(*x, return_lse=True, **options)
-        return (o, lse) if dlse is not None else o
-
-    def backward(q: Any, k: Any, v: Any, ct: Any) -> Any:
-        return jax.vjp(function, q, k, v)[1](ct)
-
-    ct = do if dlse is None else (do, dlse)
-    pair = functools.partial(attention, return_lse=True, **options)
-    *bob, gct = jax.vjp(backward, q, k, v, ct)[1](tuple(u))
-    return {
-        "forward": pair(q, k, v),
-        "jvp": jax.jvp(pair, (q, k, v), tuple(u))[1],
-        "backward": backward(q, k, v, ct),
-        "bob": (*bob, *([gct] if dlse is None else gct)),
-    }
 
 
 def as_numpy(x: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -199,7 +200,7 @@ class _Call:
     def _prepare(self, tensors: tuple[Any, ...], device: tuple[str, int]) -> _Prepared:
         q, k, v = self._places
         sizes = tensors[q].shape + tensors[k].shape + tensors[v].shape
-        key = (sizes, device)
+        key = (sizes, device, os.environ.get(plan.FAMILY_VARIABLE))
         prepared = self._prepared.get(key)
         if prepared is None:
             problem = dataclasses.replace(self._open, **dict(zip(self._axes, sizes, strict=True)))
