@@ -39,12 +39,12 @@ def register_transformers(name: str = "flashbob") -> None:
     device once per forward pass, so pass no mask where there is no padding.
 
     Raises:
-        ImportError: transformers is not installed, or is older than 5.0.
+        ImportError: transformers is not installed, or is older than 5.13.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
     except ImportError as error:
-        raise ImportError("register_transformers needs transformers 5.0 or later: pip install transformers") from error
+        raise ImportError("register_transformers needs transformers 5.13 or later: pip install transformers") from error
     AttentionInterface.register(name, _attention)
     AttentionMaskInterface.register(name, _mask)
     _names.add(name)
