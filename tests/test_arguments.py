@@ -351,6 +351,9 @@ def test_out_over_another_result():
     with refuse(ValueError, "out (dv) must not share memory with out (dk)"):
         call("backward", given, out=(None, dk, dv))
     assert untouched([buffer])
+    call("backward", given, out=(None, dk, results[2]))
+    with refuse(ValueError, "out (dv) must not share memory with out (dk)"):  # also after a call that was right
+        call("backward", given, out=(None, dk, dv))
 
 
 def test_out_on_another_device_or_read_only_by_dlpack():
