@@ -144,6 +144,22 @@ def test_a_trace_records_the_operators_and_can_be_replayed(name: str) -> None:
     torch.testing.assert_close(graph(u[0]), function(u[0]))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+def test_torch_jit_is_refused() -> None:
+    with pytest.raises(fb.UnsupportedError, match=r"torch\.export"):
+        torch.jit.trace(lambda q: attention(q, *x[1:]), (x[0],))
+
+
+def test_export() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: Any) -> Any:
+            return attention(q, *x[1:], causal=True)
+
+    exported = torch.export.export(Module(), (x[0],))
+    torch.testing.assert_close(exported.module()(u[0]), Module()(u[0]))
+    assert "flashbob" in str(exported.graph)
+
+
 def test_fake_tensors_have_the_shapes_of_real_ones() -> None:
     def derivatives(*inputs: Any) -> list[Any]:
         inputs = leaves(list(inputs))

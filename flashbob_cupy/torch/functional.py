@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from flashbob_cupy.errors import UnsupportedError
 from flashbob_cupy.torch import chain, compiled
 from flashbob_cupy.torch.operators import Options
 
@@ -60,6 +61,8 @@ def attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch tensor; got {type(x).__name__}")
+    if torch.jit.is_tracing():
+        raise UnsupportedError("attention cannot be traced by torch.jit: use torch.export or torch.compile")
     device = q.device.type
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
