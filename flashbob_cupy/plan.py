@@ -247,20 +247,20 @@ def _hopper_queries_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
 # wgmma and TMA. Warps: 4 for each 64 rows of results, and 4 that load.
 _SM90 = {
     "forward": Kernel(
-        {64: (Tile(192, 128, 2, 16),), 128: (Tile(128, 128, 2, 12),)},
+        {64: (Tile(192, 128, 2, 16),), 128: (Tile(192, 80, 2, 16),)},
         _hopper_forward_bytes,
         by_rows=True,
         maps=("q", "k", "v"),
     ),
     "backward_columns": Kernel(
-        {64: (Tile(128, 128, 2, 12),), 128: (Tile(64, 128, 2, 12),)},
+        {64: (Tile(96, 128, 2, 12),), 128: (Tile(48, 128, 3, 12),)},
         _hopper_backward_columns_bytes,
         by_rows=False,
         maps=("q", "d", "k", "v"),
         unfused={64: (Tile(128, 128, 2, 12),), 128: (Tile(80, 128, 2, 12),)},
     ),
     "backward_rows": Kernel(
-        {64: (Tile(128, 128, 3, 12),), 128: (Tile(128, 80, 3, 12),)},
+        {64: (Tile(128, 96, 3, 12),), 128: (Tile(128, 80, 3, 12),)},
         _hopper_backward_rows_bytes,
         by_rows=True,
         maps=("q", "d", "k", "v"),
@@ -280,7 +280,7 @@ _SM90 = {
         without_uv={128: (Tile(32, 128, 2, 12),)},
     ),
     "bob_queries": Kernel(
-        {64: (Tile(128, 64, 2, 12),), 128: (Tile(128, 48, 2, 12),)},
+        {64: (Tile(128, 64, 3, 12),), 128: (Tile(128, 48, 2, 12),)},
         _hopper_queries_bytes,
         by_rows=True,
         maps=("q", "uq", "d", "k", "uk", "v", "uv"),

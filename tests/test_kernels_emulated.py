@@ -177,6 +177,34 @@ def test_one_key_takes_all(problem: Problem, family: str) -> None:
     check(problem, x, family)
 
 
+_ALONE = [
+    pytest.param(problem, family, id=f"{op}-{'deterministic-' if deterministic else ''}{name}-{family}")
+    for name, shape in {
+        "one key": {"M": 37, "N": 1, "mask": Mask()},
+        "the diagonal": {"M": 70, "N": 70, "mask": Mask(0, 0)},
+        "wide": {"M": 37, "N": 70, "D": 128, "mask": Mask(0, 0)},
+    }.items()
+    for op, deterministic in (("backward", False), ("backward", True), ("bob", False), ("bob", True), ("jvp", False))
+    for problem in [make(op, deterministic=deterministic, **shape)]
+    for family in served(problem)
+]
+
+
+@pytest.mark.parametrize(("problem", "family"), _ALONE)
+def test_a_query_that_sees_one_key_is_exact(problem: Problem, family: str) -> None:
+    """O is that key's value, however large the logits are: nothing flows through the softmax."""
+    x = operands(problem)
+    for name in ("q", "k"):
+        x[name] = 16 * x[name]
+    given, results = complete(problem, x), results_of(problem)
+    emulator.execute(problem, given, results, family)
+    for name in {"dq", "dk", "gq", "gk", "gv"}.intersection(results):
+        assert (results[name] == 0).all(), name
+    key = np.arange(problem.M) + problem.N - problem.M if problem.N > 1 else np.zeros(problem.M, np.int64)
+    for name in {"gdo", "to"}.intersection(results):
+        assert np.array_equal(results[name], np.repeat(x["uv"], problem.group, axis=1)[:, :, key]), name
+
+
 @pytest.mark.parametrize(("problem", "family"), _each(M=65, N=37))
 def test_log_sum_exp_of_dead_rows_may_have_either_sign(problem: Problem, family: str) -> None:
     x = operands(problem)

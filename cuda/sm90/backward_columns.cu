@@ -14,7 +14,6 @@
 
 constexpr bool HALVES = panels(HEAD_DIM) == 1; // of the queries; otherwise panels of D
 static_assert(KEYS == 128 && QUERIES % 16 == 0, "64 keys a warpgroup, 16 queries an A fragment");
-static_assert(!FUSED || !HALVES || QUERIES % 32 == 0, "each warpgroup sums dQ of half of the queries");
 
 constexpr int THREADS = 384,
               SUMS = FUSED && HALVES ? QUERIES / 2 : QUERIES; // queries of which a warpgroup sums 64 columns of dQ
@@ -149,15 +148,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             wgmma_fence();
             score_into<HEAD_DIM, KEYS>(s, k, q, false);
             wgmma_commit();
+            score_into<VALUE_DIM, KEYS>(x, v, d, false);
+            wgmma_commit();
             if (FUSED) {
                 exchange.wait_full(turn - 1);
                 issue_queries(g, HALVES ? tile : tile + wg * KEYS * 128,
                               tile + EXCHANGE + (turn - 1) % 2 * 2 * PANEL + (HALVES ? wg * SUMS * 128 : 0));
-            } else { // there are registers enough for dP under the exponentials
-                score_into<VALUE_DIM, KEYS>(x, v, d, false);
-                wgmma_commit();
+                wgmma_wait<2>();
+            } else {
+                wgmma_wait<1>();
             }
-            wgmma_wait<1>();
             settle(s);
 #pragma unroll
             for (int b = 0; b < QUERIES / 8; b++) {
@@ -166,25 +166,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 for (int j = 0; j < 4; j++)
                     s[4 * b + j] = exp2_approx(s[4 * b + j] * c - (j % 2 ? l.y : l.x));
             }
-            if (m < inside.begin || m >= inside.end) {
-                int key = fresh(n) + threadIdx.x / 32 * 16 + lane_id() / 4;
-#pragma unroll
-                for (int i = 0; i < QUERIES / 2; i++)
-                    if (!band.sees(m + i / 4 * 8 + lane_id() % 4 * 2 + i % 2, key + i / 2 % 2 * 8))
-                        s[i] = 0.f;
-            }
-            if (FUSED) {
-                wgmma_wait<0>();
-                settle(g);
-                exchange.read(turn - 1);
-                if (turn > 1)
-                    reduce_queries(sums, 0, HALVES ? 0 : wg, g);
-                wgmma_fence();
-                score_into<VALUE_DIM, KEYS>(x, v, d, false);
-                wgmma_commit();
-            }
+            bool edge = m < inside.begin || m >= inside.end;
+            if (edge)
+                drop_transposed(s, m, fresh(n) + threadIdx.x / 32 * 16 + lane_id() / 4,
+                                [&](int i, int j) { return band.sees(i, j); });
             to_fragments(p, s);
-            wgmma_wait<0>();
+            wgmma_wait<FUSED ? 1 : 0>();
             settle(x);
 #pragma unroll
             for (int b = 0; b < QUERIES / 8; b++) {
@@ -193,6 +180,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 for (int j = 0; j < 4; j++)
                     x[4 * b + j] = s[4 * b + j] * (x[4 * b + j] - (j % 2 ? delta.y : delta.x));
             }
+            if (edge)
+                drop_transposed(x, m, fresh(n) + threadIdx.x / 32 * 16 + lane_id() / 4,
+                                [&](int i, int j) { return band.flows(i, j); });
             to_fragments(ds, x);
             wgmma_fence();
             gather(acc_v, p, d);
@@ -202,6 +192,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 exchange.wait_empty(turn);
                 store_transposed(tile + EXCHANGE + turn % 2 * 2 * PANEL + wg * PANEL, ds);
                 exchange.stored(turn);
+                wgmma_wait<1>();
+                settle(g);
+                exchange.read(turn - 1);
+                if (turn > 1)
+                    reduce_queries(sums, 0, HALVES ? 0 : wg, g);
                 sums = a.accumulator + (first + m + (HALVES ? wg * SUMS : 0)) * ACCUMULATOR_DIM;
             }
             wgmma_wait<0>();

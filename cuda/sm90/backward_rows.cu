@@ -66,15 +66,9 @@ struct Rows {
 
     // S -> P, of the keys from n on.
     DEVICE void exponential(Score& s, int n) const {
-#pragma unroll
-        for (int i = 0; i < KEYS / 2; i++)
-            s[i] = exp2_approx(s[i] * c - l2[i / 2 % 2]);
-        if (n < inside.begin || n >= inside.end) {
-#pragma unroll
-            for (int i = 0; i < KEYS / 2; i++)
-                if (!band.sees(row + i / 2 % 2 * 8, n + i / 4 * 8 + lane_id() % 4 * 2 + i % 2))
-                    s[i] = 0.f;
-        }
+        ::exponential(s, c, l2);
+        if (n < inside.begin || n >= inside.end)
+            drop(s, row, n, 0.f, [&](int i, int j) { return band.flows(i, j); });
     }
     // dP -> dS.
     DEVICE void derivative(const Score& s, Score& x) const {

@@ -153,13 +153,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (int j = 0; j < 4; j++)
                 s[4 * b + j] = exp2_approx(s[4 * b + j] * c - (j % 2 ? l.y : l.x));
         }
-        if (!band.inside(m, QUERIES, first, 64)) {
-            int key = first + warp_id() * 16 + lane_id() / 4;
-#pragma unroll
-            for (int i = 0; i < QUERIES / 2; i++)
-                if (!band.sees(m + i / 4 * 8 + lane_id() % 4 * 2 + i % 2, key + i / 2 % 2 * 8))
-                    s[i] = 0.f;
-        }
+        if (!band.inside(m, QUERIES, first, 64))
+            drop_transposed(s, m, first + warp_id() * 16 + lane_id() / 4,
+                            [&](int i, int j) { return band.flows(i, j); });
         wgmma_wait<1>();
         if (TANGENT) {
             settle(f);

@@ -143,13 +143,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         u32 first_q = base + wg * 8192;
         Score s, f, x, g;
         Fragments ds, w;
+        auto probabilities = [&](Score& s, int n) {
+            exponential(s, c, rows.l2);
+            if (!band.inside(first, 64, n, KEYS))
+                drop(s, row, n, 0.f, [&](int i, int j) { return band.flows(i, j); });
+        };
         barrier_wait(q_full, 0);
         ks.wait();
         vs.wait();
         issue_scores(s, f, x, g, first_q, first_q + D_AT, base + K_RING, base + V_RING);
         wgmma_wait<3>();
         settle(s);
-        exponential(s, c, rows.l2, band, first, row, n);
+        probabilities(s, n);
         wgmma_wait<0>();
         settle(f);
         settle(x);
@@ -171,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             issue_gathers(acc, ds, w, before);
             wgmma_wait<4>();
             settle(s);
-            exponential(s, c, rows.l2, band, first, row, n);
+            probabilities(s, n);
             wgmma_wait<1>();
             settle(f);
             settle(x);

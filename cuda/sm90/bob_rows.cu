@@ -47,16 +47,31 @@ DEVICE void issue_values(float (&acc)[VALUE_DIM / 2], const u32 (&p)[KEYS / 16][
     wgmma_commit();
 }
 
-// F -> P∘F.
-DEVICE void tangent(const float (&s)[KEYS / 2], float (&f)[KEYS / 2], float tau, float (&alpha)[2]) {
-    if (TANGENT) {
+// The softmax of this thread's two rows, `row` and row + 8; `first` is the first of its warpgroup.
+struct Rows {
+    Band band;
+    int first, row;
+    float tau, c, l2[2], alpha[2];
+
+    // S -> P, of the keys from n on.
+    DEVICE void probabilities(float (&s)[KEYS / 2], int n) const {
+        exponential(s, c, l2);
+        if (!band.inside(first, 64, n, KEYS))
+            drop(s, row, n, 0.f, [&](int i, int j) { return band.sees(i, j); });
+    }
+    // F -> P∘F, which counts for α where it is seen and for gdO where it can differ from αP.
+    DEVICE void tangent(const float (&s)[KEYS / 2], float (&f)[KEYS / 2], int n) {
+        if (TANGENT) {
 #pragma unroll
-        for (int i = 0; i < KEYS / 2; i++) {
-            f[i] *= s[i] * tau;
-            alpha[i / 2 % 2] += f[i];
+            for (int i = 0; i < KEYS / 2; i++) {
+                f[i] *= s[i] * tau;
+                alpha[i / 2 % 2] += f[i];
+            }
+            if (!band.inside(first, 64, n, KEYS))
+                drop(f, row, n, 0.f, [&](int i, int j) { return band.moves(i, j); });
         }
     }
-}
+};
 
 DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ks, Ring<STAGES> vs, u32 q_full,
                  Place here, int m, int n, int tiles) {
@@ -121,13 +136,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     registers_grow<MATH_REGISTERS>();
     int first = m + warpgroup_id() * 64, row = first + warp_id() * 16 + lane_id() / 4;
-    float tau = a.scale, c = tau * LOG2E, l2[2], alpha[2] = {0.f, 0.f}, acc[VALUE_DIM / 2];
+    Rows rows = {band, first, row, a.scale, a.scale * LOG2E, {}, {0.f, 0.f}};
+    float acc[VALUE_DIM / 2];
     clear(acc);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         bool real = row + 8 * h >= a.first_query && row + 8 * h < a.queries;
         float l = real ? *at<const float>(a.lse, here.batch, here.head, row + 8 * h) * LOG2E : INFINITY_F;
-        l2[h] = l == -INFINITY_F ? INFINITY_F : l; // no key: P must be 0
+        rows.l2[h] = l == -INFINITY_F ? INFINITY_F : l; // no key: P must be 0
     }
 
     if (tiles > 0) {
@@ -139,12 +155,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         issue_scores(s, f, q, base + K_RING);
         wgmma_wait<1>();
         settle(s);
-        exponential(s, c, l2, band, first, row, n);
+        rows.probabilities(s, n);
         wgmma_wait<0>();
         settle(f);
         ks.release();
         ks.advance();
-        tangent(s, f, tau, alpha);
+        rows.tangent(s, f, n);
         to_fragments(p, s);
         to_fragments(pf, f);
         for (int t = 1; t < tiles; t++) {
@@ -155,12 +171,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             issue_values(acc, p, pf, base + V_RING + vs.stage() * 2 * V_BYTES);
             wgmma_wait<2>();
             settle(s);
-            exponential(s, c, l2, band, first, row, n);
+            rows.probabilities(s, n);
             wgmma_wait<1>();
             settle(f);
             ks.release();
             ks.advance();
-            tangent(s, f, tau, alpha);
+            rows.tangent(s, f, n);
             wgmma_wait<0>();
             settle(acc);
             keep(p);
@@ -183,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int h = 0; h < 2; h++) {
         int r = row + 8 * h;
         bool real = r >= a.first_query && r < a.queries;
-        alpha[h] = row_sum(alpha[h]);
+        float alpha = row_sum(rows.alpha[h]), shift = band.alone(r) ? 0.f : alpha;
         float delta = 0.f, epsilon = 0.f;
         if (r < a.queries) {
             const u16* o = at<const u16>(a.o, here.batch, here.head, r) + lane_id() % 4 * 2;
@@ -196,8 +212,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 float2 x = make_float2(0.f, 0.f);
                 if (real) {
                     float2 value = unpack(*reinterpret_cast<const u32*>(o + 8 * b));
-                    x.x = acc[4 * b + 2 * h] - alpha[h] * value.x;
-                    x.y = acc[4 * b + 2 * h + 1] - alpha[h] * value.y;
+                    x.x = acc[4 * b + 2 * h] - shift * value.x;
+                    x.y = acc[4 * b + 2 * h + 1] - shift * value.y;
                     if (a.d.data) {
                         float2 cotangent = unpack(*reinterpret_cast<const u32*>(d + 8 * b));
                         delta += cotangent.x * value.x + cotangent.y * value.y;
@@ -211,11 +227,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         epsilon = row_sum(epsilon);
         if (lane_id() % 4 == 0) {
             if (a.out_lse.data && r < a.queries)
-                *at<float>(a.out_lse, here.batch, here.head, r) = alpha[h];
+                *at<float>(a.out_lse, here.batch, here.head, r) = alpha;
             if (a.statistics && r < a.padded_queries) {
                 if (real && a.dlse.data)
                     delta -= *at<const float>(a.dlse, here.batch, here.head, r);
-                store_statistics(statistics, r, l2[h], delta, alpha[h], epsilon);
+                store_statistics(statistics, r, rows.l2[h], delta, alpha, epsilon);
             }
         }
     }

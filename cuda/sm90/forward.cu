@@ -2,9 +2,9 @@
 //     S = τQKᵀ, m = max_j S, l = Σ_j exp(S - m), O = Σ_j exp(S - m) V / l  -> out_o,   L = m + ln l  -> out_lse
 // A CTA owns QUERIES queries of one head, 64 a warpgroup. Q stays in shared memory; K and V stream past on two rings,
 // last keys first. The loop issues the scores of one tile, then the second product of the tile before it: the softmax
-// runs under that product. The warpgroups issue in turn, so that one computes its softmax while the tensor cores have
-// the products of another. The m subtracted need not be the maximum, only near it: it moves, and O is scaled, when the
-// maximum has outgrown it by a factor of 2^SLACK. A row with no key keeps l = 0: O = 0, L = -inf.
+// runs under that product. Up to 64 columns the warpgroups issue in turn, so that one computes its softmax while the
+// tensor cores have the products of another. The m subtracted need not be the maximum, only near it: it moves, and O is
+// scaled, when the maximum has outgrown it by a factor of 2^SLACK. A row with no key keeps l = 0: O = 0, L = -inf.
 #include "tiles.cuh"
 
 static_assert(QUERIES % 64 == 0 && KEYS % 16 == 0, "64 queries a warpgroup, 16 keys an A fragment");
@@ -15,6 +15,9 @@ constexpr u32 Q_BYTES = tile_bytes(QUERIES, HEAD_DIM), K_BYTES = tile_bytes(KEYS
               V_BYTES = tile_bytes(KEYS, VALUE_DIM);
 // Shared memory: Q, then STAGES of K, then of V, then the barriers.
 constexpr u32 V_RING = Q_BYTES + STAGES * K_BYTES, BARRIERS = V_RING + STAGES * V_BYTES;
+// Where exponentials and tensor cores take equally long the warpgroups alternate; wider products hide the exponentials
+// better when nobody waits for a turn.
+constexpr bool TURNS = HEAD_DIM <= 64 && VALUE_DIM <= 64;
 constexpr float SLACK = 8.f; // exp(S - m) up to 2^8 loses nothing: it is far from the end of either half-precision type
 constexpr float LOWEST = -3.4028235e38f; // below every score, yet LOWEST - LOWEST is a number
 
@@ -43,10 +46,12 @@ DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ks
 
 // The warpgroups' turns at the tensor cores: each waits at its own barrier for the one before it.
 DEVICE void take_turn(int wg) {
-    sync_named(1 + wg, 256);
+    if (TURNS)
+        sync_named(1 + wg, 256);
 }
 DEVICE void pass_turn(int wg) {
-    arrive_named(1 + (wg + 1) % WARPGROUPS, 256);
+    if (TURNS)
+        arrive_named(1 + (wg + 1) % WARPGROUPS, 256);
 }
 
 // One group each.
@@ -70,12 +75,8 @@ struct Softmax {
 
     // S -> exp(S - m) of the keys from n on. True if m has moved: all sums so far are to be multiplied by `shrink`.
     DEVICE bool apply(Score& s, int n) {
-        if (n < inside.begin || n >= inside.end) {
-#pragma unroll
-            for (int i = 0; i < KEYS / 2; i++)
-                if (!band.sees(row + i / 2 % 2 * 8, n + i / 4 * 8 + lane_id() % 4 * 2 + i % 2))
-                    s[i] = -INFINITY_F;
-        }
+        if (n < inside.begin || n >= inside.end)
+            drop(s, row, n, -INFINITY_F, [&](int i, int j) { return band.sees(i, j); });
         float top[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
         for (int i = 4; i < KEYS / 2; i++)

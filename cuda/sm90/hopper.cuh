@@ -161,7 +161,8 @@ DEVICE void keep(u32 (&a)[n][4]) {
         asm volatile("" : "+r"(a[t][0]), "+r"(a[t][1]), "+r"(a[t][2]), "+r"(a[t][3])::"memory");
 }
 
-// m64nNk16 for every N that is a multiple of 16: the operand lists of the instruction, eight accumulators at a time.
+// m64nNk16 for every N that is a multiple of 16, and half of an odd one: the operand lists of the instruction, eight
+// accumulators at a time.
 template <int N>
 struct Wgmma;
 #if BFLOAT16
@@ -171,6 +172,7 @@ struct Wgmma;
 #endif
 // clang-format off
 #define WGMMA_BIND(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WGMMA_BIND_HALF(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_NAMES_0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define WGMMA_NAMES_1 "%8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_NAMES_2 "%16, %17, %18, %19, %20, %21, %22, %23"
@@ -188,7 +190,9 @@ struct Wgmma;
 #define WGMMA_NAMES_14 "%112, %113, %114, %115, %116, %117, %118, %119"
 #define WGMMA_NAMES_15 "%120, %121, %122, %123, %124, %125, %126, %127"
 #define WGMMA_LIST_16 WGMMA_NAMES_0
+#define WGMMA_LIST_24 WGMMA_LIST_16 ", %8, %9, %10, %11"
 #define WGMMA_LIST_32 WGMMA_LIST_16 ", " WGMMA_NAMES_1
+#define WGMMA_LIST_40 WGMMA_LIST_32 ", %16, %17, %18, %19"
 #define WGMMA_LIST_48 WGMMA_LIST_32 ", " WGMMA_NAMES_2
 #define WGMMA_LIST_64 WGMMA_LIST_48 ", " WGMMA_NAMES_3
 #define WGMMA_LIST_80 WGMMA_LIST_64 ", " WGMMA_NAMES_4
@@ -204,7 +208,9 @@ struct Wgmma;
 #define WGMMA_LIST_240 WGMMA_LIST_224 ", " WGMMA_NAMES_14
 #define WGMMA_LIST_256 WGMMA_LIST_240 ", " WGMMA_NAMES_15
 #define WGMMA_BIND_16 WGMMA_BIND(0)
+#define WGMMA_BIND_24 WGMMA_BIND_16, WGMMA_BIND_HALF(8)
 #define WGMMA_BIND_32 WGMMA_BIND_16, WGMMA_BIND(8)
+#define WGMMA_BIND_40 WGMMA_BIND_32, WGMMA_BIND_HALF(16)
 #define WGMMA_BIND_48 WGMMA_BIND_32, WGMMA_BIND(16)
 #define WGMMA_BIND_64 WGMMA_BIND_48, WGMMA_BIND(24)
 #define WGMMA_BIND_80 WGMMA_BIND_64, WGMMA_BIND(32)
@@ -242,7 +248,9 @@ struct Wgmma;
         }                                                                                                                        \
     };
 WGMMA_SHAPE(16, 8, 9, 10, 11, 12, 13, 14)
+WGMMA_SHAPE(24, 12, 13, 14, 15, 16, 17, 18)
 WGMMA_SHAPE(32, 16, 17, 18, 19, 20, 21, 22)
+WGMMA_SHAPE(40, 20, 21, 22, 23, 24, 25, 26)
 WGMMA_SHAPE(48, 24, 25, 26, 27, 28, 29, 30)
 WGMMA_SHAPE(64, 32, 33, 34, 35, 36, 37, 38)
 WGMMA_SHAPE(80, 40, 41, 42, 43, 44, 45, 46)

@@ -151,19 +151,29 @@ DEVICE void store_transposed(u32 panel, const u32 (&a)[T][4]) {
         store_matrices_transposed(to + t * 2048, a[t][0], a[t][1], a[t][2], a[t][3]);
 }
 
-// S -> P of 64 rows from `first` on and 2N keys from `n` on: this thread's rows are `row` and row + 8, l2 their
-// L·log2(e), c = τ·log2(e).
+// S -> P of queries x keys: l2 is L·log2(e) of this thread's two rows, c = τ·log2(e).
 template <int N>
-DEVICE void exponential(float (&s)[N], float c, const float (&l2)[2], const Band& band, int first, int row, int n) {
+DEVICE void exponential(float (&s)[N], float c, const float (&l2)[2]) {
 #pragma unroll
     for (int i = 0; i < N; i++)
         s[i] = exp2_approx(s[i] * c - l2[i / 2 % 2]);
-    if (!band.inside(first, 64, n, 2 * N)) {
+}
+// Entries of queries x keys that are not to be kept become `value`: this thread's queries are `row` and row + 8, the
+// keys those from n on.
+template <int N, class Keep>
+DEVICE void drop(float (&s)[N], int row, int n, float value, Keep keep) {
 #pragma unroll
-        for (int i = 0; i < N; i++)
-            if (!band.sees(row + i / 2 % 2 * 8, n + i / 4 * 8 + lane_id() % 4 * 2 + i % 2))
-                s[i] = 0.f;
-    }
+    for (int i = 0; i < N; i++)
+        if (!keep(row + i / 2 % 2 * 8, n + i / 4 * 8 + lane_id() % 4 * 2 + i % 2))
+            s[i] = value;
+}
+// The same of keys x queries, to 0: this thread's keys are `key` and key + 8, the queries those from m on.
+template <int N, class Keep>
+DEVICE void drop_transposed(float (&s)[N], int m, int key, Keep keep) {
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        if (!keep(m + i / 4 * 8 + lane_id() % 4 * 2 + i % 2, key + i / 2 % 2 * 8))
+            s[i] = 0.f;
 }
 
 template <int N>
