@@ -33,7 +33,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flashbob_cupy.errors import UnsupportedError
-from flashbob_cupy.jax import launch
+from flashbob_cupy.jax import lowering
 from flashbob_cupy.problem import Mask, axes_of
 
 Array = Any
@@ -332,10 +332,10 @@ def _define() -> None:
     _define_transpose(_bob, _transpose_of_bob)
     _define_transpose(_second, _transpose_of_second)
     mlir.register_lowering(_second.primitive, _refuse(NO_SECOND))
-    launch.tell_devices(_along.primitive)
+    lowering.tell_devices(_along.primitive)
     mlir.register_lowering(_along.primitive, mlir.lower_fun(_value_of_along, multiple_results=True))
     for op, link in (("forward", _forward), ("jvp", _jvp), ("backward", _backward), ("bob", _bob)):
-        launch.register(op, link.primitive)
+        lowering.register(op, link.primitive)
 
 
 _define()

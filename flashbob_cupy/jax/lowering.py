@@ -1,8 +1,6 @@
-"""From the primitives to the engines: custom calls of XLA that arrive in Python as pointers and a stream.
+"""How the primitives are computed: as a custom call of XLA, on the device or split over devices.
 
-At lowering, XLA is asked for the results and the workspace, so all memory is its own. A custom call is registered with
-jax-tvm-ffi for each distinct set of options; sizes are read from the buffers, which arrive as one tensor each. Nothing
-is passed as an attribute: jax-tvm-ffi 0.1 hands over strings that it has freed, and never frees numbers.
+XLA is asked for the results and for the workspace, so all memory is its own.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,19 +19,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flashbob_cupy import arrays, ops, plan
-from flashbob_cupy.arrays import Layout, View
+from flashbob_cupy import plan
 from flashbob_cupy.errors import UnsupportedError
+from flashbob_cupy.jax import custom_call
 from flashbob_cupy.problem import INPUTS, OUTPUTS, Problem, axes_of
-
-try:
-    import jax_tvm_ffi
-    import tvm_ffi
-except ImportError as error:
-    raise ImportError(f"flashbob_cupy.jax needs jax-tvm-ffi: pip install flashbob-cupy[jax] ({error})") from error
-
-#: What JAX calls a platform when it lowers, and when it registers a custom call.
-_PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}
 
 
 def tell_devices(primitive: Primitive) -> None:
@@ -45,7 +33,7 @@ def tell_devices(primitive: Primitive) -> None:
 def register(op: str, primitive: Primitive) -> None:
     """Define how a primitive of the chain is computed on every platform."""
     tell_devices(primitive)
-    for platform in _PLATFORMS:
+    for platform in ("cpu", "cuda"):
         call = functools.partial(_call, op, platform)
         mlir.register_lowering(primitive, mlir.lower_fun(call, multiple_results=True), platform=platform)
     mlir.register_lowering(primitive, _refuse_platform)
@@ -132,7 +120,7 @@ def _compute(op: str, platform: str, by_name: dict[str, Any], options: Any) -> t
     workspace = _workspace(problem, options.layout, (*inputs, *outputs)) if platform == "cuda" else 0
     if workspace:
         results.append(jax.ShapeDtypeStruct((workspace,), "uint8"))
-    target = _target(
+    target = custom_call.target(
         platform, inputs, options.layout, dataclasses.replace(problem, B=0, Hq=0, Hkv=0, M=0, N=0, D=0, Dv=0)
     )
     given = jax.ffi.ffi_call(target, results)(*(by_name[name] for name in inputs))
@@ -147,7 +135,7 @@ def _workspace(problem: Problem, layout: str, names: Sequence[str]) -> int:
     family = plan.route(problem, device)
     if family == "blocked":
         return 0
-    lies = {name: _lie(problem, name, layout, ("cuda", 0)) for name in names}
+    lies = {name: custom_call.lie(problem, name, layout, ("cuda", 0)) for name in names}
     in_place = frozenset(
         name for name, lie in lies.items() if len(lie.shape) == 3 or plan.readable(family, lie.shape, lie.strides, 0)
     )
@@ -157,94 +145,3 @@ def _workspace(problem: Problem, layout: str, names: Sequence[str]) -> int:
 def _first_gpu() -> int:
     index = jax.local_devices(backend="cuda")[0].local_hardware_id
     return 0 if index is None else int(index)
-
-
-def _lie(problem: Problem, name: str, layout: str, device: tuple[str, int]) -> Layout:
-    """How XLA lays an argument or a result: contiguous in the caller's axis order."""
-    shape = tuple(getattr(problem, axis) for axis in axes_of(name, layout))
-    return ops.logical(name, Layout(shape, arrays.row_major(shape), problem.dtype_of(name), device), layout)
-
-
-@functools.cache
-def _target(platform: str, inputs: tuple[str, ...], layout: str, problem: Problem) -> str:
-    """The name of the custom call for a problem whose sizes are left open."""
-    # A program may come from JAX's compilation cache on disk: the name has to be the same in every process.
-    mask = problem.mask
-    name = (
-        f"flashbob_cupy {problem.op}({', '.join(inputs)}) {problem.dtype} {layout} left={mask.left} right={mask.right} "
-        f"scale={problem.scale!r} deterministic={problem.deterministic}"
-    )
-    call = _Call(problem, inputs, layout)
-    function = tvm_ffi.convert(call.on_gpu if platform == "cuda" else call.on_cpu)
-    arguments = [*(["ctx.stream"] if platform == "cuda" else []), "args", "rets"]
-    jax_tvm_ffi.register_ffi_target(name, function, arguments, platform=_PLATFORMS[platform])
-    return name
-
-
-class _Call:
-    """A custom call."""
-
-    def __init__(self, problem: Problem, inputs: tuple[str, ...], layout: str) -> None:
-        self._open = problem
-        self._layout = layout
-        self._places = tuple(inputs.index(name) for name in ("q", "k", "v"))
-        self._axes = [axis for name in ("q", "k", "v") for axis in axes_of(name, layout)]
-        self._prepared: dict[Any, _Prepared] = {}
-
-    def on_cpu(self, *tensors: Any) -> None:
-        self._prepare(tensors, ("cpu", 0)).run(tensors, 0)
-
-    def on_gpu(self, stream: int, *tensors: Any) -> None:
-        self._prepare(tensors, ("cuda", tensors[0].device.index)).run(tensors, stream)
-
-    def _prepare(self, tensors: tuple[Any, ...], device: tuple[str, int]) -> _Prepared:
-        q, k, v = self._places
-        sizes = tensors[q].shape + tensors[k].shape + tensors[v].shape
-        key = (sizes, device, os.environ.get(plan.FAMILY_VARIABLE))
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            problem = dataclasses.replace(self._open, **dict(zip(self._axes, sizes, strict=True)))
-            prepared = self._prepared.setdefault(key, _Prepared(problem, self._layout, device))
-        return prepared
-
-
-class _Prepared:
-    """What is known of a call before its pointers and its stream."""
-
-    def __init__(self, problem: Problem, layout: str, device: tuple[str, int]) -> None:
-        self._device = device
-        self._problem = problem
-        absent = {name for name in ("uq", "uk", "uv", "dlse") if not getattr(problem, name)}
-        absent |= set() if problem.dlse else {"gdlse"}
-        self._views = [
-            (name, None if name in absent else _lie(problem, name, layout, device))
-            for name in INPUTS[problem.op] + OUTPUTS[problem.op]
-        ]
-        self._inputs = len(INPUTS[problem.op])
-        self._blocked = True
-        if device[0] == "cuda":
-            from flashbob_cupy import kernels
-
-            self._blocked = plan.route(problem, kernels.device_info(device[1])) == "blocked"
-            self._execute = kernels.execute
-
-    def run(self, tensors: Sequence[Any], stream: int) -> None:
-        remaining = iter(tensors)
-        views = [
-            (name, None if lie is None else View(next(remaining).data_ptr(), *lie, None)) for name, lie in self._views
-        ]
-        inputs, outputs = dict(views[: self._inputs]), dict(views[self._inputs :])
-        if self._blocked:
-            ops.compute_in_blocks(self._problem, inputs, outputs, stream)
-            return
-
-        def workspace(size: int) -> View:
-            given = next(remaining, None)
-            if given is None or given.shape[0] < size:
-                raise RuntimeError(
-                    f"{self._problem.op} needs {size} bytes of workspace on this GPU, more than it was compiled for: "
-                    f"all GPUs of a program must be alike, and {plan.FAMILY_VARIABLE} must not change"
-                )
-            return View(given.data_ptr(), (size,), (1,), "uint8", self._device, None)
-
-        self._execute(self._problem, inputs, outputs, workspace, stream, self._device[1])
