@@ -1,8 +1,8 @@
 """Custom calls of XLA, which arrive in Python as pointers and a stream.
 
 One is registered with jax-tvm-ffi for each distinct set of options; sizes are read from the buffers, which arrive as
-one tensor each. Nothing is passed as an attribute: jax-tvm-ffi 0.1 hands over strings that it has freed, and never frees
-numbers.
+one tensor each. Nothing is passed as an attribute: jax-tvm-ffi 0.1 hands over strings that it has freed, and never
+frees numbers.
 """
 
 from __future__ import annotations
