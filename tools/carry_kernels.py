@@ -28,9 +28,10 @@ def main() -> int:
 
     def carry(one: Specialisation) -> dict[str, str]:
         code = kernels.compile(one, arguments.arch).code
-        name = hashlib.sha256(code).hexdigest()[:24] + ".cubin"
+        name = sha256(code) + ".cubin"
         (arguments.folder / name).write_bytes(code)
-        return {"arch": arguments.arch, "kernel": str(one), "source": kernels.source(one.path), "file": name}
+        source = sha256(kernels.source(one.path).encode())
+        return {"arch": arguments.arch, "kernel": str(one), "source": source, "file": name}
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         entries = list(pool.map(carry, specialisations(arguments.arch)))
@@ -39,6 +40,10 @@ def main() -> int:
     )
     print(f"{len(entries)} kernels for {arguments.arch} of NVRTC {nvrtc_version()} are in {arguments.folder}")
     return 0
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def nvrtc_version() -> str:
