@@ -118,23 +118,20 @@ def test_bit_for_bit_the_array_functions(layout: str, D: int, device: Any) -> No
 
 def test_zero_copy_on_a_stream_of_xla(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    execute = kernels.execute
+    run = kernels.Recipe.run
 
-    def watch(problem: Any, inputs: Any, outputs: Any, workspace: Any, stream: int, index: int) -> None:
-        seen.append((inputs, outputs, stream, index))
-        execute(problem, inputs, outputs, workspace, stream, index)
+    def watch(self: Any, pointers: list[int], base: int, stream: int) -> None:
+        seen.append((pointers, stream))
+        run(self, pointers, base, stream)
 
-    monkeypatch.setattr(kernels, "execute", watch)
+    monkeypatch.setattr(kernels.Recipe, "run", watch)
     x = arrays(Case(64, 64), device)
     q, k, v = (x[name] for name in "qkv")
-    # Not in use elsewhere: a prepared call knows the function it launches with.
-    o, lse = jax.jit(functools.partial(attention, return_lse=True, scale=0.1234))(q, k, v)
+    o, lse = jax.jit(functools.partial(attention, return_lse=True))(q, k, v)
     jax.block_until_ready((o, lse))
-    ((inputs, outputs, stream, index),) = seen
+    ((pointers, stream),) = seen
     assert stream != 0
-    assert index == device.local_hardware_id
-    assert [inputs[name].pointer for name in "qkv"] == [a.unsafe_buffer_pointer() for a in (q, k, v)]
-    assert [outputs[name].pointer for name in ("o", "lse")] == [a.unsafe_buffer_pointer() for a in (o, lse)]
+    assert pointers == [a.unsafe_buffer_pointer() for a in (q, k, v, o, lse)]
 
 
 def test_inputs_still_being_produced(device: Any) -> None:

@@ -24,7 +24,6 @@ from jax_dense import all_links, like, qkv  # noqa: E402
 
 import flashbob_cupy as fb  # noqa: E402
 from flashbob_cupy import kernels, ops, plan  # noqa: E402
-from flashbob_cupy.arrays import View  # noqa: E402
 from flashbob_cupy.errors import UnsupportedError  # noqa: E402
 from flashbob_cupy.jax import attention, custom_call, lowering  # noqa: E402
 from flashbob_cupy.problem import Mask  # noqa: E402
@@ -182,7 +181,7 @@ def test_zero_tangents_skip_their_work(along: tuple[int, ...], calls: list[Any])
     for problem, inputs, _ in calls:
         assert not problem.dlse
         if problem.op in ("jvp", "bob"):
-            present = tuple(place for place, name in enumerate(("uq", "uk", "uv")) if inputs[name] is not None)
+            present = tuple(place for place, name in enumerate(("uq", "uk", "uv")) if name in inputs)
             assert present == along
     assert {"jvp", "bob"} <= {problem.op for problem, _, _ in calls}
 
@@ -220,10 +219,13 @@ class Tensor(SimpleNamespace):
 @pytest.mark.parametrize("D", [64, 20])
 def test_kernels_get_pointers_stream_and_workspace(layout: str, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device = plan.typical_device("sm_90a")
-    executed: list[Any] = []
+    prepared: list[Any] = []
+    ran: list[Any] = []
+    recipe = SimpleNamespace(workspace=0, run=lambda *arguments: ran.append(arguments))
 
-    def execute(problem: Any, inputs: Any, outputs: Any, workspace: Callable[[int], View], *where: int) -> None:
-        executed.append((problem, inputs, outputs, workspace, where))
+    def prepare(problem: Any, strides: Any, index: int) -> Any:
+        prepared.append((problem, strides, index))
+        return SimpleNamespace(recipe=lambda pointers: recipe)
 
     handlers: dict[str, Callable[..., None]] = {}
 
@@ -233,7 +235,7 @@ def test_kernels_get_pointers_stream_and_workspace(layout: str, D: int, monkeypa
 
     monkeypatch.setattr(lowering, "_first_gpu", lambda: 0)
     monkeypatch.setattr(kernels, "device_info", lambda index: device)
-    monkeypatch.setattr(kernels, "execute", execute)
+    monkeypatch.setattr(kernels, "prepare", prepare)
     monkeypatch.setattr(custom_call.tvm_ffi, "convert", lambda function: function)
     monkeypatch.setattr(custom_call.jax_tvm_ffi, "register_ffi_target", register)
     monkeypatch.setattr(custom_call, "_targets", {})
@@ -257,23 +259,25 @@ def test_kernels_get_pointers_stream_and_workspace(layout: str, D: int, monkeypa
         Tensor(shape=shape, pointer=256 * (place + 1), device=SimpleNamespace(index=3))
         for place, shape in enumerate(given)
     ]
+    recipe.workspace = size
     handlers[name](77, *tensors)
-    ((problem, inputs, outputs, workspace, where),) = executed
-    assert where == (77, 3)
+    ((problem, strides, index),) = prepared
+    *pointers, base = (t.data_ptr() for t in tensors)
+    assert ran == [(pointers, base, 77)]
+    assert index == 3
     assert (problem.op, problem.B, problem.Hq, problem.Hkv, problem.M, problem.N) == ("bob", 2, 4, 2, 48, 80)
-    assert [x.pointer for x in (*inputs.values(), *outputs.values()) if x is not None] == [
-        t.data_ptr() for t in tensors[:-1]
-    ]
-    assert inputs["q"].strides == ((4 * 48 * D, 48 * D, D, 1) if layout == "bhnd" else (48 * 4 * D, D, 4 * D, 1))
-    assert workspace(size).pointer == tensors[-1].data_ptr()
-    with pytest.raises(RuntimeError, match=f"bob needs {size + 1} bytes of workspace"):
-        workspace(size + 1)
-    # What the recipe of the kernels will ask for, which looks at the arrays themselves.
-    present = {n: x for n, x in (inputs | outputs).items() if x is not None}
+    assert tuple(strides) == ("q", "k", "v", "do", "uq", "uk", "uv", "o", "lse", "gq", "gk", "gv", "gdo")
+    assert strides["q"] == ((4 * 48 * D, 48 * D, D, 1) if layout == "bhnd" else (48 * 4 * D, D, 4 * D, 1))
+    # What the kernels will ask for when they see the arrays themselves.
     direct = frozenset(
-        n for n, x in present.items() if len(x.shape) == 3 or plan.readable("sm90", x.shape, x.strides, x.pointer)
+        name
+        for name, lie in strides.items()
+        if len(lie) == 3 or plan.readable("sm90", problem.shape(name), lie, pointers[0])
     )
     assert plan.plan(problem, device, "sm90", direct).workspace == size
+    recipe.workspace = size + 1
+    with pytest.raises(RuntimeError, match=f"bob needs {size + 1} bytes of workspace on this GPU and was compiled for"):
+        handlers[name](77, *tensors)
 
 
 # -------------------------------------------------------------------------------------------------------------- errors

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from flashbob_cupy import arrays, ops, plan
+from flashbob_cupy import arrays, kernels, ops, plan
 from flashbob_cupy.arrays import Layout, View
 from flashbob_cupy.problem import INPUTS, OUTPUTS, Problem, axes_of
 
@@ -88,39 +88,30 @@ class _Prepared:
     """What is known of a call before its pointers and its stream."""
 
     def __init__(self, problem: Problem, layout: str, device: tuple[str, int]) -> None:
-        self._device = device
         self._problem = problem
         absent = {name for name in ("uq", "uk", "uv", "dlse") if not getattr(problem, name)}
         absent |= set() if problem.dlse else {"gdlse"}
-        self._views = [
-            (name, None if name in absent else lie(problem, name, layout, device))
-            for name in INPUTS[problem.op] + OUTPUTS[problem.op]
-        ]
-        self._inputs = len(INPUTS[problem.op])
-        self._blocked = True
-        if device[0] == "cuda":
-            from flashbob_cupy import kernels
-
-            self._blocked = plan.route(problem, kernels.device_info(device[1])) == "blocked"
-            self._execute = kernels.execute
+        names = [name for name in INPUTS[problem.op] + OUTPUTS[problem.op] if name not in absent]
+        self._lies = {name: lie(problem, name, layout, device) for name in names}
+        self._kernels: kernels.Prepared | None = None
+        if device[0] == "cuda" and plan.route(problem, kernels.device_info(device[1])) != "blocked":
+            strides = {name: lie.strides for name, lie in self._lies.items()}
+            self._kernels = kernels.prepare(problem, strides, device[1])
 
     def run(self, tensors: Sequence[Any], stream: int) -> None:
-        remaining = iter(tensors)
-        views = [
-            (name, None if lie is None else View(next(remaining).data_ptr(), *lie, None)) for name, lie in self._views
-        ]
-        inputs, outputs = dict(views[: self._inputs]), dict(views[self._inputs :])
-        if self._blocked:
-            ops.compute_in_blocks(self._problem, inputs, outputs, stream)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        if self._kernels is None:
+            given = zip(pointers, self._lies.items(), strict=True)
+            views: dict[str, View | None] = {name: View(pointer, *lie, None) for pointer, (name, lie) in given}
+            ops.compute_in_blocks(self._problem, views, views, stream)
             return
-
-        def workspace(size: int) -> View:
-            given = next(remaining, None)
-            if given is None or given.shape[0] < size:
-                raise RuntimeError(
-                    f"{self._problem.op} needs {size} bytes of workspace on this GPU, more than it was compiled for: "
-                    f"all GPUs of a program must be alike, and {plan.FAMILY_VARIABLE} must not change"
-                )
-            return View(given.data_ptr(), (size,), (1,), "uint8", self._device, None)
-
-        self._execute(self._problem, inputs, outputs, workspace, stream, self._device[1])
+        count = len(self._lies)
+        workspace, base = (tensors[count].shape[0], pointers[count]) if len(tensors) > count else (0, 0)
+        pointers = pointers[:count]
+        recipe = self._kernels.recipe(pointers)
+        if recipe.workspace > workspace:
+            raise RuntimeError(
+                f"{self._problem.op} needs {recipe.workspace} bytes of workspace on this GPU and was compiled for "
+                f"{workspace}: all GPUs of a program must be alike, and {plan.FAMILY_VARIABLE} must not change"
+            )
+        recipe.run(pointers, base, stream)

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flashbob_cupy import plan
+from flashbob_cupy import kernels, plan
 from flashbob_cupy.errors import UnsupportedError
 from flashbob_cupy.jax import custom_call
 from flashbob_cupy.problem import INPUTS, OUTPUTS, Problem, axes_of
@@ -129,8 +129,6 @@ def _compute(op: str, platform: str, by_name: dict[str, Any], options: Any) -> t
 
 def _workspace(problem: Problem, layout: str, names: Sequence[str]) -> int:
     """Bytes that the kernels of this machine's first GPU need beyond arguments and results."""
-    from flashbob_cupy import kernels
-
     device = kernels.device_info(_first_gpu())
     family = plan.route(problem, device)
     if family == "blocked":
