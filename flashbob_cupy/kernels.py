@@ -458,11 +458,11 @@ class Recipe:
         launch = cuda.launch
         pushed = cuda.current_context() != self._context
         with self._lock:  # the buffers are shared by the threads that call this recipe
-            if pointers != self._pointers or base != self._base:
-                self._point(pointers, base)
             if pushed:
                 cuda.push_context(self._context)
             try:
+                if pointers != self._pointers or base != self._base:
+                    self._point(pointers, base)
                 for words, config, kernel, parameters, name in self._launches:
                     words[_STREAM_WORD] = stream
                     code = launch(config, kernel, parameters, None)

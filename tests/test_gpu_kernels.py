@@ -179,7 +179,7 @@ def test_the_hessian_is_symmetric(case: Case, engine: str) -> None:
         budgets = gpu.large_budgets(case, along, gpu.large_truth(case, along))
         products.append(sum(float((against[u].double() * results[g].double()).sum()) for u, g in pairs))
         allowed += sum(float((gpu.norms(against[u]) * budgets[g]).sum()) for u, g in pairs)
-    assert abs(products[0] - products[1]) <= allowed < abs(products[0]) / 10
+    assert abs(products[0] - products[1]) <= allowed < abs(products[0]) / 5
 
 
 # ---- machines ------------------------------------------------------------------------------------------------------

@@ -292,6 +292,14 @@ def test_launches_go_to_the_stream_and_the_context_is_restored(library: Library)
     assert library.calls.count("cuCtxPushCurrent_v2") == library.calls.count("cuCtxPopCurrent_v2") == 1
 
 
+def test_a_thread_without_a_context_encodes_maps_and_launches_in_the_devices_own(library: Library) -> None:
+    library.context = 0
+    run(BOB)
+    inside = library.calls[library.calls.index("cuCtxPushCurrent_v2") : library.calls.index("cuCtxPopCurrent_v2")]
+    for name in ("cuTensorMapEncodeTiled", "cuLaunchKernelEx"):
+        assert inside.count(name) == library.calls.count(name) > 0, name
+
+
 def test_a_repeated_call_only_launches(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that it can be captured in a CUDA graph, and costs a few microseconds."""
     sizes: list[int] = []
