@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -226,3 +230,31 @@ def test_the_blocked_engine_leaves_the_device_alone(device: Any, monkeypatch: py
     jax.block_until_ready(jax.jit(attention)(x["q"], x["k"], x["v"]))
     ((stream, _),) = streams
     assert stream != 0
+
+
+def test_compiled_programs_survive_the_process(tmp_path: Path, device: Any) -> None:
+    """JAX keeps compiled programs on disk; the custom calls in them must mean the same in another process."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cuda"}
+    script = """
+import sys, jax
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+from jax import numpy as jnp, monitoring
+from flashbob_cupy.jax import attention
+hits = []
+monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None)
+if sys.argv[2] == "again":  # other calls come first
+    attention(*[jnp.ones((1, 1, 2, 2))] * 3, scale=0.25)
+    hits.clear()
+q = jnp.arange(24.0).reshape(1, 2, 3, 4) / 9
+print(float(jax.jit(lambda q: jax.grad(lambda q: jnp.sin(attention(q, q, q)).sum())(q).sum())(q)), len(hits) > 0)
+"""
+
+    def run(which: str) -> list[str]:
+        command = [sys.executable, "-c", script, str(tmp_path), which]
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split()
+
+    first, again = run("first"), run("again")
+    assert (first[1], again[1]) == ("False", "True")
+    assert first[0] == again[0]

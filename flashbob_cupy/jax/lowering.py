@@ -34,9 +34,21 @@ def register(op: str, primitive: Primitive) -> None:
     """Define how a primitive of the chain is computed on every platform."""
     tell_devices(primitive)
     for platform in ("cpu", "cuda"):
-        call = functools.partial(_call, op, platform)
-        mlir.register_lowering(primitive, mlir.lower_fun(call, multiple_results=True), platform=platform)
+        compute = mlir.lower_fun(functools.partial(_call, op, platform), multiple_results=True)
+        rule = functools.partial(_lower_for_cpu, compute) if platform == "cpu" else compute
+        mlir.register_lowering(primitive, rule, platform=platform)
     mlir.register_lowering(primitive, _refuse_platform)
+
+
+def _lower_for_cpu(compute: Any, context: Any, *arrays: Any, **parameters: Any) -> Any:
+    # A CPU program with a Python callback is waited for by whoever starts it. Otherwise one that is still running when
+    # the interpreter exits, because nobody used its result, would end the process when it next comes to Python.
+    context.module_context.add_host_callback(_nothing)
+    return compute(context, *arrays, **parameters)
+
+
+def _nothing(*_: Any) -> None:
+    """Is never called."""
 
 
 def _refuse_platform(context: Any, *_: Any, **__: Any) -> Any:
