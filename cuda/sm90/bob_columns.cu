@@ -59,7 +59,8 @@ DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ri
             u32 q = base + RING + ring.stage() * STAGE_BYTES;
             ring.wait_empty();
             store_shared(tile_at + 8 * ring.stage(), u32(m));
-            store_shared(tile_at + 8 * ring.stage() + 4, u32(line));
+            bool last = t + 1 == tiles && head + 1 == (here.head + 1) * a.group;
+            store_shared(tile_at + 8 * ring.stage() + 4, u32(last ? ~line : line));
             u32 full = ring.announce(LOAD_BYTES);
             load_tile<QUERIES, HEAD_DIM>(q, maps.q, full, m - a.first_query, head, here.batch);
             if (HAS_UQ)
@@ -122,9 +123,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     clear(acc_v);
     barrier_wait(keys_full, 0);
 
-    // Where the CTA and the tile are is read from shared memory when it is needed: the loop has no registers for it.
+    // Where the CTA and the tile are, and whether it is the last (a negative line), is read from shared memory when it
+    // is needed: the loop has no registers for it.
 #pragma unroll 1
-    for (int left = a.group * tiles; left > 0; left--) {
+    for (bool more = tiles > 0; more;) {
         u32 tile = uniform(fresh(base)), k = tile + wg * 8192, uk = k + K_BYTES, v = k + V_AT, uv = v + V_BYTES;
         u32 q = base + RING + ring.stage() * STAGE_BYTES, uq = q + UQ_AT, d = q + D_AT,
             pair = q + STATISTICS_AT + lane_id() % 4 * 32;
@@ -237,6 +239,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             wgmma_commit();
         }
         int at = load_shared_int(tile_at + 8 * ring.stage()), line = load_shared_int(tile_at + 8 * ring.stage() + 4);
+        more = line >= 0;
+        line = more ? line : ~line;
         wgmma_wait<0>();
         keep(p);
         keep(ds);
