@@ -30,9 +30,8 @@ struct Attention {
     View q, k, v, d, uq, uk, uv, o;           // inputs; d is dO
     View lse, dlse;                           // float32, one number per query
     View out_q, out_k, out_v, out_o, out_lse; // dQ/gQ, dK/gK, dV/gV, O/gdO/tO, L/alpha; null where not wanted
-    // (batch·query head, padded_queries): of each query L, D, alpha, epsilon; L as -L/tau or, for Hopper, as L·log2(e)
-    // in pairs of queries; P = 0 past the end.
-    float4* statistics;
+    float4* statistics; // (batch·query head, padded_queries): L·log2(e), D, alpha, epsilon of each query; L = +inf past
+                        // the end
     float* accumulator; // fp32 sums of dQ/gQ in fragment order, (batch·query head, padded_queries, HEAD_DIM)
     int batches, query_heads, key_heads, group; // group = query heads per key head
     int queries, keys, dim, value_dim;          // M, N, D, Dv
@@ -50,17 +49,4 @@ constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 template <class T>
 DEVICE T* at(const View& view, int batch, int head, i64 row = 0) {
     return static_cast<T*>(view.data) + batch * view.batch + head * view.head + row * view.row;
-}
-
-// What a sum of products of Q and K is multiplied by to be a score: τ, or where τ is zero a number that makes every
-// score as good as zero and can still be divided by.
-DEVICE float score_scale(const Attention& a) {
-    return a.scale == 0.f ? 1e-30f : a.scale;
-}
-
-// The portable kernels let the sum of a score begin at -L/τ, so that what they exponentiate is the sum itself: where L
-// and the products are large, most of its rounding would otherwise come after the two have cancelled. L is infinite
-// where a query sees no key, whichever sign it is given: P must be 0 there.
-DEVICE float score_start(float lse, float scale) {
-    return -fabsf(lse) == -INFINITY_F ? -INFINITY_F / scale : -lse / scale;
 }

@@ -1,8 +1,7 @@
-// What the column and row kernels of the first backward need of each query: (-L/τ, D, 0, 0) with D = dO·O - dL; L =
+// What the column and row kernels of the first backward need of each query: (L·log2 e, D, 0, 0) with D = dO·O - dL; L =
 // +inf, which makes P = 0, where the query sees no key and past the end. Also zeroes the fp32 accumulator that dQ is
-// added to, where there is one. PAIRS 1: as the Hopper kernels read them, L·log2 e of queries 2i and 2i + 1 together,
-// {L, L', 0, 0, D, D', 0, 0}. LANES lanes share a query, 8 columns each; a CTA takes 32·WARPS / LANES queries of one
-// head.
+// added to, where there is one. PAIRS 1: laid out as the Hopper kernels read them, queries 2i and 2i + 1 together, {L,
+// L', 0, 0, D, D', 0, 0}. LANES lanes share a query, 8 columns each; a CTA takes 32·WARPS / LANES queries of one head.
 #include "ptx.cuh"
 
 constexpr int LANES = VALUE_DIM > 64 ? 16 : 8, THREADS = 32 * WARPS, ROWS = THREADS / LANES;
@@ -30,23 +29,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) statistics(const __grid_co
         sum += shuffle_xor(sum, i);
 
     if (threadIdx.x % LANES == 0 && row < a.padded_queries) {
-        float lse = INFINITY_F;
+        float l2 = INFINITY_F;
         if (real) {
-            lse = *at<const float>(a.lse, batch, head, row);
-            if (lse == -INFINITY_F)
-                lse = INFINITY_F;
+            l2 = *at<const float>(a.lse, batch, head, row) * LOG2E;
+            if (l2 == -INFINITY_F)
+                l2 = INFINITY_F;
             if (a.dlse.data)
                 sum -= *at<const float>(a.dlse, batch, head, row);
         }
         float4* rows = a.statistics + i64(line) * a.padded_queries;
         if (PAIRS) {
             float* out = reinterpret_cast<float*>(rows + row / 2 * 2) + row % 2;
-            out[0] = lse * LOG2E;
+            out[0] = l2;
             out[2] = 0.f;
             out[4] = sum;
             out[6] = 0.f;
         } else {
-            rows[row] = make_float4(score_start(lse, score_scale(a)), sum, 0.f, 0.f);
+            rows[row] = make_float4(l2, sum, 0.f, 0.f);
         }
     }
     if (a.accumulator) {

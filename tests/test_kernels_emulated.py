@@ -162,11 +162,28 @@ def _each(**shape: Any) -> list[Any]:
 @pytest.mark.parametrize(("problem", "family"), _each(M=65, N=65))
 def test_very_negative_log_sum_exp(problem: Problem, family: str) -> None:
     """exp(0 - lse) of a padded key would overflow."""
+    check(problem, _very_negative(problem), family)
+
+
+def _very_negative(problem: Problem) -> dict[str, Array]:
     x = operands(problem)
     for name in ("q", "k"):
         x[name] = (0.1 * x[name].astype(np.float32)).astype(x[name].dtype)
     x["q"][..., 0], x["k"][..., 0] = 1, -960
-    check(problem, x, family)
+    return x
+
+
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+def test_what_a_tile_rounds_does_not_add_up_over_many(family: str) -> None:
+    """The probabilities of the jvp sum to 1 only if the forward's lse is that of its own scores, to the last few bits."""
+    problem = make("jvp", M=40, N=700, mask=Mask(), dtype="float16")
+    x = _very_negative(problem)
+    forward = make("forward", M=40, N=700, mask=Mask(), dtype="float16")
+    found = results_of(forward)
+    emulator.execute(forward, complete(forward, x), found, family)
+    results = results_of(problem)
+    emulator.execute(problem, {**complete(problem, x), **found}, results, family)
+    judge(problem, x, results)
 
 
 @pytest.mark.parametrize(("problem", "family"), _each(M=37, N=65, mask=Mask()))

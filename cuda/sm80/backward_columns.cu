@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_columns(const 
     load_tile<KEYS, VALUE_DIM, THREADS>(v, a.v, t.batch, t.key_head, t.n, keys, a.value_dim);
 
     int key = t.n + warp_id() * 16 * MT; // this warp's first
-    float c = score_scale(a) * LOG2E;
+    float c = a.scale * LOG2E;
     float dk[MT][HEAD_DIM / 8][4], dv[MT][VALUE_DIM / 8][4];
     zero(dk);
     zero(dv);
@@ -41,9 +41,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_columns(const 
         u32 rows = statistics + stage * STATISTICS_BYTES + lane_id() % 4 * 32;
         float s[MT][QUERY_BLOCKS][4], x[MT][QUERY_BLOCKS][4];
         u32 p[MT][QUERIES / 16][4];
-        begin(s, rows);
+        zero(s);
         multiply<HEAD_DIM, KEYS>(s, k + lane, warp_id() * MT, q);
-        exponential(s, c);
+        exponential(s, c, rows);
         bool edge = !band.inside(m, QUERIES, key, 16 * MT);
         if (edge)
             drop(s, m, key, [&](int i, int j) { return band.sees(i, j); });

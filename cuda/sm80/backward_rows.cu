@@ -14,14 +14,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_rows(const __g
     load_tile<QUERIES, HEAD_DIM, THREADS>(q, a.q, t.batch, t.head, t.m, queries, a.dim);
     load_tile<QUERIES, VALUE_DIM, THREADS>(d, a.d, t.batch, t.head, t.m, queries, a.value_dim);
 
-    float start[2 * MT], delta[2 * MT];
+    float l2[2 * MT], delta[2 * MT];
 #pragma unroll
     for (int h = 0; h < 2 * MT; h++) {
         float4 row = a.statistics[(i64(t.batch) * a.query_heads + t.head) * a.padded_queries + t.row + 8 * h];
-        start[h] = row.x;
+        l2[h] = row.x;
         delta[h] = row.y;
     }
-    float c = score_scale(a) * LOG2E;
+    float c = a.scale * LOG2E;
     float dq[MT][HEAD_DIM / 8][4];
     zero(dq);
 
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_rows(const __g
         int n = (t.begin + step) * KEYS;
         u32 lane = lane_offset(), k = ring + stage * (K_BYTES + V_BYTES) + lane, v = k + K_BYTES;
         float s[MT][KEY_BLOCKS][4], x[MT][KEY_BLOCKS][4];
-        begin(s, start);
+        zero(s);
         multiply<HEAD_DIM, QUERIES>(s, q + lane, warp_id() * MT, k);
 #pragma unroll
         for (int m = 0; m < MT; m++)
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_rows(const __g
             for (int b = 0; b < KEY_BLOCKS; b++)
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    s[m][b][j] = exp2_approx(s[m][b][j] * c);
+                    s[m][b][j] = exp2_approx(s[m][b][j] * c - l2[2 * m + j / 2]);
         if (!band.inside(t.m + warp_id() * 16 * MT, 16 * MT, n, KEYS))
             drop(s, t.row, n, 0.f, [&](int i, int j) { return band.flows(i, j); });
         zero(x);

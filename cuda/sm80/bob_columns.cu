@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_columns(const __gri
         load_tile<KEYS, VALUE_DIM, THREADS>(uv, a.uv, t.batch, t.key_head, t.n, keys, a.value_dim);
 
     int key = t.n + warp_id() * 16 * MT; // this warp's first
-    float c = score_scale(a) * LOG2E;
+    float c = a.scale * LOG2E;
     float gk[MT][HEAD_DIM / 8][4], gv[MT][VALUE_DIM / 8][4];
     zero(gk);
     zero(gv);
@@ -51,11 +51,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_columns(const __gri
                    lane_id() % 4 * 32; // of the two queries this lane has in each block of 8
         float s[MT][QUERY_BLOCKS][4], f[MT][QUERY_BLOCKS][4], x[MT][QUERY_BLOCKS][4];
         u32 p[MT][QUERIES / 16][4];
-        begin(s, rows);
+        zero(s);
         if (TANGENT)
             zero(f);
         multiply_with_tangent<HAS_UK, HAS_UQ, HEAD_DIM, KEYS>(s, f, k + lane, uk + lane, warp_id() * MT, q, uq);
-        exponential(s, c);
+        exponential(s, c, rows);
         if (!band.inside(m, QUERIES, key, 16 * MT))
             drop(s, m, key, [&](int i, int j) { return band.flows(i, j); });
         if (TANGENT) {

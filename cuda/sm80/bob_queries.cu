@@ -20,13 +20,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_queries(const __gri
     load_tile<QUERIES, VALUE_DIM, THREADS>(d, a.d, t.batch, t.head, t.m, queries, a.value_dim);
 
     float4 rows[2 * MT];
-    float start[2 * MT];
 #pragma unroll
-    for (int h = 0; h < 2 * MT; h++) {
+    for (int h = 0; h < 2 * MT; h++)
         rows[h] = a.statistics[(i64(t.batch) * a.query_heads + t.head) * a.padded_queries + t.row + 8 * h];
-        start[h] = rows[h].x;
-    }
-    float c = score_scale(a) * LOG2E;
+    float c = a.scale * LOG2E;
     float gq[MT][HEAD_DIM / 8][4];
     zero(gq);
 
@@ -46,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_queries(const __gri
             uv = v + V_BYTES;
         float s[MT][KEY_BLOCKS][4], f[MT][KEY_BLOCKS][4], x[MT][KEY_BLOCKS][4];
         u32 p[MT][KEYS / 16][4];
-        begin(s, start);
+        zero(s);
         if (TANGENT)
             zero(f);
         multiply_with_tangent<HAS_UQ, HAS_UK, HEAD_DIM, QUERIES>(s, f, q + lane, uq + lane, warp_id() * MT, k, uk);
@@ -56,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_queries(const __gri
             for (int b = 0; b < KEY_BLOCKS; b++)
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    s[m][b][j] = exp2_approx(s[m][b][j] * c);
+                    s[m][b][j] = exp2_approx(s[m][b][j] * c - rows[2 * m + j / 2].x);
         if (!band.inside(t.m + warp_id() * 16 * MT, 16 * MT, n, KEYS))
             drop(s, t.row, n, 0.f, [&](int i, int j) { return band.flows(i, j); });
         zero(x);

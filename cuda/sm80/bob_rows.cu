@@ -2,7 +2,7 @@
 //     S = τQKᵀ, F = τ(UQ Kᵀ + Q UKᵀ), P = exp(S - L), α = Σ_j P∘F
 //     gdO = (P∘F) V + P UV - α O                      -> out_o
 //     α                                               -> out_lse, where wanted
-//     (-L/τ, D = dO·O - dL, α, ε = dO·gdO)           -> statistics, the only numbers the column pass needs from here
+//     (L·log2 e, D = dO·O - dL, α, ε = dO·gdO)        -> statistics, the only numbers the column pass needs from here
 // Q and UQ stay in shared memory, K UK V UV stream past. P and P∘F go from the accumulators of the first products
 // straight into the A fragments of the second. The rows of the fp32 accumulator that the column pass adds gQ to are
 // zeroed here, which saves a launch.
@@ -22,15 +22,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_rows(const __grid_c
     if (HAS_UQ)
         load_tile<QUERIES, HEAD_DIM, THREADS>(uq, a.uq, t.batch, t.head, t.m, queries, a.dim);
 
-    float start[2 * MT], alpha[2 * MT];
+    float l2[2 * MT], alpha[2 * MT];
 #pragma unroll
     for (int h = 0; h < 2 * MT; h++) {
         int row = t.row + 8 * h;
-        bool real = row >= a.first_query && row < a.queries;
-        start[h] = score_start(real ? *at<const float>(a.lse, t.batch, t.head, row) : INFINITY_F, score_scale(a));
+        float l = row >= a.first_query && row < a.queries ? *at<const float>(a.lse, t.batch, t.head, row) * LOG2E
+                                                          : INFINITY_F;
+        l2[h] = l == -INFINITY_F ? INFINITY_F : l; // no key: P must be 0
         alpha[h] = 0.f;
     }
-    float c = score_scale(a) * LOG2E;
+    float c = a.scale * LOG2E;
     float acc[MT][VALUE_DIM / 8][4];
     zero(acc);
 
@@ -50,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_rows(const __grid_c
         u32 lane = lane_offset(), k = ring + stage * 2 * (K_BYTES + V_BYTES) + lane, uk = k + K_BYTES, v = uk + K_BYTES,
             uv = v + V_BYTES;
         float s[MT][KEY_BLOCKS][4], f[MT][KEY_BLOCKS][4];
-        begin(s, start);
+        zero(s);
         if (TANGENT)
             zero(f);
         multiply_with_tangent<HAS_UQ, HAS_UK, HEAD_DIM, QUERIES>(s, f, q + lane, uq + lane, warp_id() * MT, k, uk);
@@ -60,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_rows(const __grid_c
             for (int b = 0; b < KEY_BLOCKS; b++)
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    s[m][b][j] = exp2_approx(s[m][b][j] * c);
+                    s[m][b][j] = exp2_approx(s[m][b][j] * c - l2[2 * m + j / 2]);
         bool edge = !band.inside(t.m + warp_id() * 16 * MT, 16 * MT, n, KEYS);
         if (edge)
             drop(s, t.row, n, 0.f, [&](int i, int j) { return band.sees(i, j); });
@@ -125,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_rows(const __grid_c
             if (a.statistics) {
                 if (real && a.dlse.data)
                     delta -= *at<const float>(a.dlse, t.batch, t.head, row);
-                a.statistics[line * a.padded_queries + row] = make_float4(start[h], delta, alpha[h], epsilon);
+                a.statistics[line * a.padded_queries + row] = make_float4(l2[h], delta, alpha[h], epsilon);
             }
         }
     }

@@ -54,28 +54,19 @@ DEVICE void load_statistics(u32 to, const Attention& a, int batch, int head, int
         copy_async(to + 16 * i, rows + i, true);
 }
 
-// Let the sums of the scores, keys as rows, begin with the first statistic of their query. `rows`: the statistics of
-// the two queries this lane has in each block of 8.
-DEVICE void begin(float (&s)[MT][QUERY_BLOCKS][4], u32 rows) {
+// S → P with keys as rows. `rows`: the statistics of the two queries this lane has in each block of 8.
+DEVICE void exponential(float (&s)[MT][QUERY_BLOCKS][4], float c, u32 rows) {
 #pragma unroll
     for (int b = 0; b < QUERY_BLOCKS; b++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            float start = load_shared(rows + b * 128 + i * 16);
+            float l2 = load_shared(rows + b * 128 + i * 16);
 #pragma unroll
-            for (int h = 0; h < 2 * MT; h++)
-                s[h / 2][b][h % 2 * 2 + i] = start;
+            for (int h = 0; h < 2 * MT; h++) {
+                float& e = s[h / 2][b][h % 2 * 2 + i];
+                e = exp2_approx(e * c - l2);
+            }
         }
-}
-
-DEVICE void exponential(float (&s)[MT][QUERY_BLOCKS][4], float c) {
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int b = 0; b < QUERY_BLOCKS; b++)
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                s[m][b][j] = exp2_approx(s[m][b][j] * c);
 }
 
 // Select 0 wherever `keep(query, key)` is false. m: the first query of the tile, n: this warp's first key.

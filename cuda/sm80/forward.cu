@@ -25,11 +25,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         for (u32 i = threadIdx.x * 4; i < Q_BYTES; i += THREADS * 4)
             store_shared(q + i, __float_as_uint(load_shared(q + i)) ^ 0x80008000u);
     }
-    float highest[2 * MT], sum[2 * MT], o[MT][VALUE_DIM / 8][4];
+    // base: the scaled maximum as it was rounded, in powers of 2. What is subtracted now must be taken away later to
+    // the last bit, or every tile of keys would leave a factor behind.
+    float highest[2 * MT], base[2 * MT], sum[2 * MT], o[MT][VALUE_DIM / 8][4];
     zero(o);
 #pragma unroll
     for (int h = 0; h < 2 * MT; h++) {
-        highest[h] = -INFINITY_F;
+        highest[h] = base[h] = -INFINITY_F;
         sum[h] = 0.f;
     }
 
@@ -55,9 +57,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
                 top = fmaxf(top, fmaxf(s[h / 2][b][2 * (h % 2)], s[h / 2][b][2 * (h % 2) + 1]));
             top = fmaxf(top, shuffle_xor(top, 1));
             top = fmaxf(top, shuffle_xor(top, 2));
-            float base = top == -INFINITY_F ? 0.f : top * c; // nothing seen so far: inf - inf must not arise
-            float shrink = exp2_approx(highest[h] * c - base);
             highest[h] = top;
+            float now = top == -INFINITY_F ? 0.f : top * c; // nothing seen so far: inf - inf must not arise
+            float shrink = exp2_approx(base[h] - now);
+            base[h] = now;
             sum[h] *= shrink;
 #pragma unroll
             for (int b = 0; b < VALUE_DIM / 8; b++) {
@@ -69,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     float& e = s[h / 2][b][2 * (h % 2) + i];
-                    e = exp2_approx(e * c - base);
+                    e = exp2_approx(e * c - now);
                     sum[h] += e;
                 }
         }
@@ -91,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         }
         if (lane_id() % 4 == 0 && row < a.queries)
             *at<float>(a.out_lse, t.batch, t.head, row) =
-                total > 0.f ? (highest[h] * c + log2_approx(total)) * LN2 : -INFINITY_F;
+                total > 0.f ? (base[h] + log2_approx(total)) * LN2 : -INFINITY_F;
     }
     store_rows(a.out_o, t.batch, t.head, t.m + warp_id() * 16 * MT, a.queries, a.value_dim, o, 1.f);
 }

@@ -31,17 +31,6 @@ DEVICE RowTile row_tile(const Attention& a, const Band& band) {
     return t;
 }
 
-// Let the sums of the scores begin with a number of their query.
-DEVICE void begin(float (&s)[MT][KEY_BLOCKS][4], const float (&start)[2 * MT]) {
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int b = 0; b < KEY_BLOCKS; b++)
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                s[m][b][j] = start[2 * m + j / 2];
-}
-
 // Select `value` wherever `keep(query, key)` is false. row: the first query of this lane, n: the first key of the tile.
 template <class Keep>
 DEVICE void drop(float (&s)[MT][KEY_BLOCKS][4], int row, int n, float value, Keep keep) {

@@ -210,7 +210,9 @@ def _kernel(file: str, macros: tuple[tuple[str, int], ...], arch: int, stamp: tu
         f'extern "C" void emu_entry(void** arguments) {{ emu_call({name}, arguments); }}\n'
         'extern "C" unsigned emu_attention_size() { return sizeof(Attention); }\n'
     )
-    flags = ["-O1", "-march=native", "-g1", f"-D__CUDA_ARCH__={arch}", *(f"-D{key}={value}" for key, value in macros)]
+    # NVRTC contracts a product and a sum into one rounding: kernels must be right with that, too.
+    flags = ["-O1", "-march=native", "-ffp-contract=fast", "-fexpensive-optimizations", "-g1"]
+    flags += [f"-D__CUDA_ARCH__={arch}", *(f"-D{key}={value}" for key, value in macros)]
     if "clang" not in str(compiler()):
         flags.append("-ftrivial-auto-var-init=pattern")
     _runtime()
