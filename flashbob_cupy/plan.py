@@ -185,7 +185,7 @@ _SM80 = {
         by_rows=True,
     ),
     "backward_rows": Kernel(
-        {64: (Tile(64, 64, 2, 4),), 128: (Tile(128, 32, 2, 4), Tile(64, 32, 2, 4))},
+        {128: (Tile(64, 64, 2, 4),)},
         _row_bytes(queries=(1, 1), keys=(1, 1)),
         by_rows=True,
     ),

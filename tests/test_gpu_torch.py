@@ -122,7 +122,7 @@ def test_compiled_first_order() -> None:
 # ------------------------------------------------------------------------------------------- graphs, streams, threads
 
 
-# A leaf belongs to the stream that used it first, here that of the call before the capture; nothing is accumulated in it.
+# A leaf belongs to the stream that used it first, that of the call before the capture; nothing is accumulated in it.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_chain_is_captured_in_a_graph_and_replayed(dtype: str) -> None:

@@ -173,9 +173,9 @@ def _very_negative(problem: Problem) -> dict[str, Array]:
     return x
 
 
-@pytest.mark.parametrize("family", ("sm80", "sm90"))
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_what_a_tile_rounds_does_not_add_up_over_many(family: str) -> None:
-    """The probabilities of the jvp sum to 1 only if the forward's lse is that of its own scores, to the last few bits."""
+    """The probabilities of the jvp sum to 1 only if the forward's lse is that of its scores, to the last few bits."""
     problem = make("jvp", M=40, N=700, mask=Mask(), dtype="float16")
     x = _very_negative(problem)
     forward = make("forward", M=40, N=700, mask=Mask(), dtype="float16")

@@ -204,6 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             keep(ds);
             settle(acc_k);
             settle(acc_v);
+            sync_warp(); // the statistics were read by every lane
             ring.release();
             ring.advance();
             turn++;

@@ -247,6 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         keep(w);
         settle(acc_k);
         settle(acc_v);
+        sync_warp(); // the statistics were read by every lane
         ring.release();
         ring.advance();
         if (FUSED) {

@@ -77,7 +77,8 @@ struct Ring {
         wait_empty();
         return announce(bytes);
     }
-    // The reader's side; release is called by every warp once its reads are complete.
+    // The reader's side; release is called by every warp once its reads are complete. Lanes that read the stage with
+    // loads of their own, not only through wgmma, have to be brought together first: one lane speaks for all.
     DEVICE void wait() const { barrier_wait(full + 8 * stage(), phase()); }
     DEVICE void release() const {
         if (lane_id() == 0)
