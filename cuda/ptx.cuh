@@ -59,11 +59,6 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], u32 a) {
                  : "r"(a));
 }
 // sm_90 and later.
-DEVICE void store_matrices(u32 a, u32 r0, u32 r1, u32 r2, u32 r3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(r0), "r"(r1), "r"(r2),
-                 "r"(r3)
-                 : "memory");
-}
 DEVICE void store_matrices_transposed(u32 a, u32 r0, u32 r1, u32 r2, u32 r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(r0), "r"(r1),
                  "r"(r2), "r"(r3)

@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Place here = place(blockIdx.x, (a.keys + KEYS - 1) / KEYS, a.key_heads, a.batches, streamed);
     if (threadIdx.x == 0) {
         barrier_init(keys_full, 1);
-        ring.init(8);
+        ring.init(256);
         exchange.init();
         barrier_init_fence();
         store_place(base + PLACE, here);
@@ -204,8 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             keep(ds);
             settle(acc_k);
             settle(acc_v);
-            sync_warp(); // the statistics were read by every lane
-            ring.release();
+            ring.release_by_lanes();
             ring.advance();
             turn++;
         }

@@ -1,8 +1,12 @@
 // Column pass of the double backward (10 products; 8 without gQ). With keys as rows, for one tile of queries after
 // another:
-//     Sᵀ = τKQᵀ, Fᵀ = τ(K UQᵀ + UK Qᵀ), P = exp(S - L), F̂ = F - α, X = V dOᵀ - D, C = F̂∘X - ε + UV dOᵀ, dS = P∘X, W =
-//     P∘C gV = (P∘F̂)ᵀ dO                       -> out_v gK = τ(Wᵀ Q + dSᵀ UQ)                 -> out_k FUSED: gQ = dS
-//     UK + W K, added in fp32 to the accumulator (finish_queries scales and rounds it)
+// clang-format off
+//     Sᵀ = τKQᵀ, P = exp(S - L)          Fᵀ = τ(K UQᵀ + UK Qᵀ), F̂ = F - α
+//     X = V dOᵀ - D, dS = P∘X            C = F̂∘X - ε + UV dOᵀ, W = P∘C
+//     gV = (P∘F̂)ᵀ dO                     -> out_v
+//     gK = τ(Wᵀ Q + dSᵀ UQ)              -> out_k
+//     FUSED: gQ = dS UK + W K, added in fp32 to the accumulator (finish_queries scales and rounds it)
+// clang-format on
 // L·log2 e, D, α and ε of each query come from the row pass.
 // A CTA owns 128 keys of one key head, 64 a warpgroup; Q, UQ, dO and the statistics of all query heads of the group
 // stream past on one ring, and gK and gV stay in fp32 registers until the end: K and V are never expanded and every
@@ -94,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Place here = place(blockIdx.x, (a.keys + KEYS - 1) / KEYS, a.key_heads, a.batches, streamed);
     if (threadIdx.x == 0) {
         barrier_init(keys_full, 1);
-        ring.init(8);
+        ring.init(256);
         barrier_init_fence();
         store_place(place_at, here);
     }
@@ -247,8 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         keep(w);
         settle(acc_k);
         settle(acc_v);
-        sync_warp(); // the statistics were read by every lane
-        ring.release();
+        ring.release_by_lanes();
         ring.advance();
         if (FUSED) {
             settle(g[0]);

@@ -1,42 +1,40 @@
 // One-instruction wrappers for Hopper (sm_90a): the only inline assembly of the kernels in this folder besides
-// cuda/ptx.cuh, and the seam at which tests run the same kernels on a CPU. What each one does, for a reader and for
-// whoever replaces it:
+// cuda/ptx.cuh, and the seam at which tests run the same kernels on a CPU.
 //
-// barriers (8 bytes of shared memory at `bar`, a multiple of 8; the phase completes when `count` arrivals and all
-// expected bytes have come)
-//   barrier_init(bar, count)       one thread, once; then barrier_init_fence() by the same thread and sync_threads() by
-//   all barrier_expect(bar, bytes)     one arrival that also adds `bytes` to what the current phase waits for
-//   barrier_arrive(bar)            one arrival
-//   barrier_wait(bar, parity)      returns when the phase of that parity is complete: a fresh barrier is in phase 0, so
-//   wait(0) waits for the first
-//                                  completion and wait(1) returns at once
-// copies by the TMA unit; each is issued by one thread and runs asynchronously
+// clang-format off
+// Barriers: 8 bytes of shared memory at `bar`. A phase completes when `count` arrivals and all expected bytes have come.
+//   barrier_init(bar, count)      by one thread, once; then barrier_init_fence() by it and sync_threads() by all
+//   barrier_expect(bar, bytes)    one arrival that also adds `bytes` to what the current phase waits for
+//   barrier_arrive(bar)           one arrival
+//   barrier_wait(bar, parity)     returns when the phase of that parity is complete. A fresh barrier is in phase 0, so
+//                                 wait(0) waits for the first completion and wait(1) returns at once
+// Copies by the TMA unit: issued by one thread, asynchronous, credited to `bar`.
 //   load_tensor(to, map, bar, column, row, head, batch)
-//                                  the box {64 columns, R rows, 1, 1} of a rank-4 map of dimensions {columns, rows,
-//                                  heads, batches} to shared memory `to` (1024-byte aligned), 128 bytes a row, 16-byte
-//                                  chunk c of row r at chunk c ^ (r & 7); elements outside the map, negative
-//                                  coordinates included, are zeros and are not read; R·128 bytes are credited to `bar`
-//                                  in every case
-//   load_bulk(to, from, bytes, bar)   bytes (a multiple of 16) of global memory to shared memory, credited to `bar`
-//   reduce_bulk(to, from, bytes)   fp32 numbers of shared memory added to global memory; bulk_commit() closes a group
-//   of such copies,
-//                                  bulk_wait_read<n>() waits until all but the last n groups have read their source,
-//                                  bulk_wait<n>() until they are done
-//   prefetch_map(map)              fetches the descriptor itself ahead of its first use
-// proxy_fence()                    makes this thread's ordinary stores to shared memory visible to wgmma and TMA (a
-// barrier must still follow) registers_grow<n>(), registers_shrink<n>()   the whole warpgroup changes its number of
-// registers a thread uniform(x)                       x of lane 0, which tells the compiler that it is the same in the
-// whole warp launch_dependents(), wait_dependency()       programmatic dependent launch: the next grid of the stream
-// may start; wait for the previous grid's writes tensor cores: a warpgroup of 128 threads executes wgmma together; A is
-// 64 x 16, B is 16 x N, both half precision, d += A B in fp32 when `accumulate`, d = A B otherwise. d[4b + 2h + j] of
-// warp w (of 4), lane l is row 16w + l/4 + 8h, column 8b + 2(l%4) + j.
-//   wgmma<N, TA, TB>(d, a, b, accumulate)        A and B by shared-memory descriptors (tiles.cuh); TA / TB 0: K-major,
-//   1: M- / N-major wgmma<N, TB>(d, fragment, b, accumulate)     A from registers: u32 j of a fragment holds row 16w +
-//   l/4 + 8(j%2), columns 2(l%4) + 8(j/2) + {0, 1} wgmma_fence()                  before the first wgmma, and after
-//   registers it reads or accumulates in were written by other instructions wgmma_commit(), wgmma_wait<n>() closes a
-//   group of wgmmas; waits until all but the last n groups are complete settle(d)                      names an
-//   accumulator right after the wait that completes it, or arithmetic on it may be moved above the wait keep(fragments)
-//   names A fragments after the wait of the group that read them, or their registers may be reused before
+//                                 the box {64 columns, R rows, 1, 1} of a rank-4 map {columns, rows, heads, batches} to
+//                                 shared memory `to`, 1024-byte aligned: 128 bytes a row, 16-byte chunk c of row r at
+//                                 chunk c ^ (r & 7). What lies outside the map, at negative coordinates too, is zero and
+//                                 is not read; R·128 bytes are credited in every case
+//   load_bulk(to, from, bytes, bar)
+//                                 a multiple of 16 bytes of global memory to shared memory
+// proxy_fence()                   makes this thread's ordinary stores to shared memory visible to wgmma and TMA; a
+//                                 barrier must still follow
+// registers_grow<n>(), registers_shrink<n>()
+//                                 the whole warpgroup changes how many registers a thread has
+// uniform(x)                      x of lane 0, which tells the compiler that it is the same in the whole warp
+// Tensor cores: a warpgroup of 128 threads executes wgmma together. A is 64 x 16, B is 16 x N; d += A B in fp32 when
+// `accumulate`, else d = A B. d[4b + 2h + j] of warp w, lane l is row 16w + l/4 + 8h, column 8b + 2(l%4) + j.
+//   wgmma<N, TA, TB>(d, a, b, accumulate)
+//                                 A and B by descriptors of shared memory (tiles.cuh); TA, TB 0: K-major, 1: M-/N-major
+//   wgmma<N, TB>(d, fragment, b, accumulate)
+//                                 A from registers: u32 j holds row 16w + l/4 + 8(j%2), columns 2(l%4) + 8(j/2) + {0, 1}
+//   wgmma_fence()                 before the first wgmma, and after other instructions wrote registers it reads or adds to
+//   wgmma_commit(), wgmma_wait<n>()
+//                                 closes a group of wgmmas; waits until all but the last n groups are complete
+//   settle(d)                     names an accumulator right after the wait that completes it, or arithmetic on it may be
+//                                 moved above the wait
+//   keep(fragments)               names A fragments after the wait of the group that read them, or their registers may be
+//                                 reused before
+// clang-format on
 #pragma once
 #include "ptx.cuh"
 
@@ -79,25 +77,6 @@ DEVICE void load_bulk(u32 to, const void* from, u32 bytes, u32 bar) {
                  "l"(from), "r"(bytes), "r"(bar)
                  : "memory");
 }
-DEVICE void reduce_bulk(float* to, u32 from, u32 bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
-                 "r"(bytes)
-                 : "memory");
-}
-DEVICE void bulk_commit() {
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-template <int pending>
-DEVICE void bulk_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
-}
-template <int pending>
-DEVICE void bulk_wait() {
-    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
-}
-DEVICE void prefetch_map(const TensorMap& map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
 DEVICE void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -125,12 +104,6 @@ DEVICE bool any(bool x) {
 // Every lane's accesses to memory before it are ordered before every lane's after it.
 DEVICE void sync_warp() {
     __syncwarp();
-}
-DEVICE void launch_dependents() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-DEVICE void wait_dependency() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 // Arrival without waiting at a barrier that sync_named(id, threads) of the other warps waits at.
 DEVICE void arrive_named(int id, int threads) {

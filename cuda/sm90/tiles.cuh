@@ -77,13 +77,14 @@ struct Ring {
         wait_empty();
         return announce(bytes);
     }
-    // The reader's side; release is called by every warp once its reads are complete. Lanes that read the stage with
-    // loads of their own, not only through wgmma, have to be brought together first: one lane speaks for all.
+    // The reader's side, once its reads are complete. A stage that only wgmma reads is released by every warp; one that
+    // lanes read with loads of their own, by every lane.
     DEVICE void wait() const { barrier_wait(full + 8 * stage(), phase()); }
     DEVICE void release() const {
         if (lane_id() == 0)
-            barrier_arrive(empty + 8 * stage());
+            release_by_lanes();
     }
+    DEVICE void release_by_lanes() const { barrier_arrive(empty + 8 * stage()); }
 };
 
 // Load ROWS rows from `row` on (a coordinate of the map); credits tile_bytes(ROWS, COLUMNS) to the barrier.

@@ -18,17 +18,6 @@ inline void load_tensor(u32 to, const TensorMap& map, u32 bar, int column, int r
 inline void load_bulk(u32 to, const void* from, u32 bytes, u32 bar, EMU_SITE) {
     emu_bulk_load(to, from, bytes, bar, SITE);
 }
-inline void reduce_bulk(float* to, u32 from, u32 bytes, EMU_SITE) { emu_bulk_reduce(to, from, bytes, SITE); }
-inline void bulk_commit() { emu_bulk_commit(); }
-template <int pending>
-inline void bulk_wait_read(EMU_SITE) {
-    emu_bulk_wait(pending, 1, SITE);
-}
-template <int pending>
-inline void bulk_wait(EMU_SITE) {
-    emu_bulk_wait(pending, 0, SITE);
-}
-inline void prefetch_map(const TensorMap&) {}
 inline void proxy_fence() { emu_proxy_fence(); }
 
 template <int n>
@@ -47,8 +36,6 @@ inline bool any(bool x, EMU_SITE) {
     return found;
 }
 inline void sync_warp(EMU_SITE) { emu_sync_warp(SITE); }
-inline void launch_dependents() {}
-inline void wait_dependency() {}
 inline void arrive_named(int id, int threads, EMU_SITE) { emu_arrive(id, threads, SITE); }
 
 inline void wgmma_fence() { emu_wgmma_fence(); }

@@ -34,10 +34,6 @@ inline void copy_async_wait(EMU_SITE) {
 
 inline void load_matrices(u32 (&r)[4], u32 a, EMU_SITE) { emu_load_matrices(r, a, 0, SITE); }
 inline void load_matrices_transposed(u32 (&r)[4], u32 a, EMU_SITE) { emu_load_matrices(r, a, 1, SITE); }
-inline void store_matrices(u32 a, u32 r0, u32 r1, u32 r2, u32 r3, EMU_SITE) {
-    u32 r[4] = {r0, r1, r2, r3};
-    emu_store_matrices(a, r, 0, SITE);
-}
 inline void store_matrices_transposed(u32 a, u32 r0, u32 r1, u32 r2, u32 r3, EMU_SITE) {
     u32 r[4] = {r0, r1, r2, r3};
     emu_store_matrices(a, r, 1, SITE);
