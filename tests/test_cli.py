@@ -522,6 +522,16 @@ def gpu_run(monkeypatch, tmp_path):
     return module
 
 
+def test_the_gpu_run_counts_tests_that_record_numbers(gpu_run, tmp_path):
+    test = tmp_path / "test_number.py"
+    test.write_text("def test_number(record_property):\n    record_property('host_us', 1.0)\n")
+    config = ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={tmp_path}"]
+    command = [*gpu_run.PYTEST, *config, f"--junitxml={tmp_path / 'report.xml'}", str(test)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    assert 'name="host_us"' in (tmp_path / "report.xml").read_text()
+
+
 def test_record_of_other_sources_is_found_out(gpu_run, tmp_path, capsys):
     assert gpu_run.check() == 1
     assert "no record" in capsys.readouterr().out
