@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -277,3 +280,36 @@ def test_specialisations_differ_in_what_matters(arch: str) -> None:
         assert {dict(s.macros)[name] for s in found if name in dict(s.macros)} == values
     with pytest.raises(ValueError, match="arch: expected one of"):
         specialisations("sm_75")
+
+
+# ---- tools/tiles.py ------------------------------------------------------------------------------------------------
+def _tiles() -> Any:
+    spec = importlib.util.spec_from_file_location("tiles", CUDA.parent / "tools" / "tiles.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("family", "arch"), [("sm80", "sm_80"), ("sm80", "sm_86"), ("sm90", "sm_90a")], ids=lambda x: str(x)
+)
+def test_candidates_for_measurement_hold_the_planned_tile_and_fit(family: str, arch: str) -> None:
+    tiles, device = _tiles(), typical_device(arch)
+    assert set(tiles.TIMED) == set(planning.TABLES[family])
+    for kernel, D in itertools.product(tiles.TIMED, (64, 128)):
+        found = tiles.candidates(family, kernel, D, device)
+        p = tiles.problem(kernel, D, 1024)
+        made = plan(p, device, family, everything(p))
+        launched = next(s for s in made.specialisations() if s.kernel == kernel and s.family == family)
+        macros = dict(launched.macros)
+        first = {name: macros[name] for name in ("QUERIES", "KEYS", "STAGES")}
+        assert dataclasses.asdict(found[0]) == first | {"WARPS": launched.threads // 32}
+        assert len(set(found)) == len(found) > 1
+        for tile in found[1:]:
+            with tiles.planned(family, kernel, tile):
+                made = plan(p, device, family, everything(p))
+            assert all(s.shared_bytes <= device.shared_limit for s in made.specialisations())
+        again = plan(p, device, family, everything(p))
+        assert launched in again.specialisations(), "the table is as it was"
