@@ -99,6 +99,7 @@ class _Interface:
         }
 
 
+@functools.cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The NumPy dtype of that name; bfloat16 is that of ml_dtypes."""
     if name == "bfloat16":
@@ -385,9 +386,11 @@ class CupyKind(Kind):
 class TorchKind(Kind):
     name = "torch"
 
-    def __init__(self) -> None:
+    def __init__(self, cut: bool = False) -> None:
+        """`cut`: tensors may require grad; that their graph ends here is what the caller wants."""
+        self._cut = cut
         self._torch = torch = sys.modules["torch"]
-        self._plain = {torch.Tensor}
+        self._plain = {torch.Tensor, torch.nn.Parameter}
         self.twin = torch.empty_like
         # Without a Python frame of our own these cost half as much.
         self.pointer = torch.Tensor.data_ptr  # type: ignore[method-assign]
@@ -400,14 +403,22 @@ class TorchKind(Kind):
     def read(
         self, names: Sequence[str], arrays: Sequence[Any], stream: int | None
     ) -> tuple[Tokens, list[int], list[Any]]:
-        if set(map(type, arrays)) != self._plain:
+        if not self._plain.issuperset(map(type, arrays)):
             arrays = [self._without_type(name, x) for name, x in zip(names, arrays, strict=True)]
         tensor = self._torch.Tensor
         try:
+            if self._cut:
+                # What a transform of torch.func left behind wraps a tensor, which any operator finds.
+                wrapped = self._torch._C._functorch.is_functorch_wrapped_tensor
+                arrays = [x.detach() if wrapped(x) else x for x in arrays]
             # Layouts that are not strided have no data_ptr.
             pointers = list(map(tensor.data_ptr, arrays))
             tokens = [*map(_shape, arrays), *map(tensor.stride, arrays), *map(_dtype, arrays), *map(_device, arrays)]
-            refused = any(map(_requires_grad, arrays)) or any(map(tensor.is_neg, arrays)) or self._any_dual(arrays)
+            refused = (
+                (not self._cut and any(map(_requires_grad, arrays)))
+                or any(map(tensor.is_neg, arrays))
+                or self._any_dual(arrays)
+            )
         except RuntimeError as error:
             raise self._refusal(names, arrays) from error
         if refused:
@@ -415,7 +426,7 @@ class TorchKind(Kind):
         return tokens, pointers, list(arrays)
 
     def recogniser(self, arrays: Sequence[Any]) -> Callable[..., bool] | None:
-        if self._guards is None or set(map(type, arrays)) != self._plain:
+        if self._guards is None or not self._plain.issuperset(map(type, arrays)):
             return None
         return self._guards(arrays)
 
@@ -434,7 +445,8 @@ class TorchKind(Kind):
         if not isinstance(x, tensor):
             raise self.other(name, x)
         kind_of(x, name)  # refuses the subclasses that only wrap memory
-        return x if x.requires_grad else x.as_subclass(tensor)  # which loses requires_grad under no_grad
+        # Under no_grad this loses requires_grad, which `read` has yet to see.
+        return x if x.requires_grad and not self._cut else x.as_subclass(tensor)
 
     def _any_dual(self, arrays: Sequence[Any]) -> bool:
         return self._in_forward_mode() and any(self._forward_ad.unpack_dual(x).tangent is not None for x in arrays)
@@ -454,7 +466,7 @@ class TorchKind(Kind):
         adapter = "flashbob_cupy.torch.attention is differentiable"
         if torch._C._functorch.is_functorch_wrapped_tensor(x):
             return f"is inside torch.func (grad, vmap, jvp, ...), which cannot see through this: {adapter}"
-        if x.requires_grad:
+        if x.requires_grad and not self._cut:
             return f"requires grad, and its graph would be cut here: {adapter}; or pass {name}.detach()"
         if x.layout is not torch.strided:
             return f"must be a dense tensor; got layout {x.layout}. Pass {name}.to_dense()"
@@ -478,13 +490,12 @@ class TorchKind(Kind):
 
     def allocator(self, shape: tuple[int, ...], dtype: str, device: tuple[str, int]) -> Callable[[], Any]:
         torch = self._torch
-        return functools.partial(
-            torch.empty_strided,  # half the price of torch.empty, which has more ways to be called
-            shape,
-            row_major(shape),
-            dtype=getattr(torch, dtype),
-            device=torch.device(*device) if device[0] == "cuda" else "cpu",
-        )
+        options = {"dtype": getattr(torch, dtype), "device": torch.device(*device) if device[0] != "cpu" else "cpu"}
+        if 0 in shape:
+            return functools.partial(torch.empty_strided, shape, row_major(shape), **options)
+        # `empty_like` is the cheapest to call, the more so after a `twin`: what it copies is one element, expanded.
+        ones = (1,) * len(shape)
+        return functools.partial(torch.empty_like, torch.empty_strided(ones, ones, **options).expand(shape))
 
     def fill(self, x: Any, view: View, value: float) -> None:
         x.fill_(value)

@@ -103,7 +103,7 @@ def forward(
         UnsupportedError: valid, but not offered on this device.
         CompileError: a kernel did not compile.
     """
-    return _run("forward", (q, k, v), causal, scale, window, layout, stream, out, deterministic)  # type: ignore[no-any-return]
+    return run("forward", (q, k, v), causal, scale, window, layout, deterministic, stream, out)  # type: ignore[no-any-return]
 
 
 def backward(
@@ -150,7 +150,7 @@ def backward(
         TypeError, ValueError, UnsupportedError, CompileError: as in `forward`.
     """
     arguments = (q, k, v, do, o, lse, dlse)
-    return _run("backward", arguments, causal, scale, window, layout, stream, out, deterministic)  # type: ignore[no-any-return]
+    return run("backward", arguments, causal, scale, window, layout, deterministic, stream, out)  # type: ignore[no-any-return]
 
 
 def bob(
@@ -207,7 +207,7 @@ def bob(
         TypeError, ValueError, UnsupportedError, CompileError: as in `forward`.
     """
     arguments = (q, k, v, do, uq, uk, uv, o, lse, dlse)
-    return _run("bob", arguments, causal, scale, window, layout, stream, out, deterministic)  # type: ignore[no-any-return]
+    return run("bob", arguments, causal, scale, window, layout, deterministic, stream, out)  # type: ignore[no-any-return]
 
 
 def jvp(
@@ -256,7 +256,7 @@ def jvp(
         TypeError, ValueError, UnsupportedError, CompileError: as in `forward`.
     """
     arguments = (q, k, v, uq, uk, uv, o, lse)
-    return _run("jvp", arguments, causal, scale, window, layout, stream, out, deterministic)  # type: ignore[no-any-return]
+    return run("jvp", arguments, causal, scale, window, layout, deterministic, stream, out)  # type: ignore[no-any-return]
 
 
 def _bob_result(results: list[Any]) -> BobResult:
@@ -296,32 +296,42 @@ _MOST_CALLS = 1024
 _MOST_RECOGNISED = 4
 
 
-def _run(
+def run(
     op: str,
     arguments: tuple[Any, ...],
     causal: bool,
     scale: float | None,
     window: Window | None,
     layout: str,
-    stream: Any,
-    out: Sequence[Any] | None,
     deterministic: bool,
+    stream: Any = None,
+    out: Sequence[Any] | None = None,
+    kind: Kind | None = None,
 ) -> Any:
-    kind = arrays.kind_of(arguments[0], "q")
+    """What the public functions do, with the arguments in the order of INPUTS.
+
+    `kind` is the kind of q where a caller has one of its own.
+    """
+    if kind is None:
+        kind = arrays.kind_of(arguments[0], "q")
     handle, stream_device = (None, None) if stream is None else arrays.stream_of(stream)
-    names = INPUTS[op]
+    if arguments[-1] is None:  # dlse as a rule; what is left is mostly complete
+        arguments = arguments[:-1]
+    names = INPUTS[op][: len(arguments)]
     given: tuple[Any, ...] = ()
     if out is not None:
-        given = _unpack_out(op, kind, out, with_dlse=op == "bob" and arguments[-1] is not None)
-        names, arguments = _NAMES_WITH_OUT[op], arguments + given
+        given = _unpack_out(op, kind, out, with_dlse=op == "bob" and names[-1] == "dlse")
+        names, arguments = names + _LABELS[op], arguments + given
     present = [x for x in arguments if x is not None]
     if len(present) != len(arguments):
         names = tuple([name for name, x in zip(names, arguments, strict=True) if x is not None])
     options: tuple[Any, ...] | None
     try:
         # Types are part of the key because True == 1 == 1.0, but only some of these are right.
-        types = (type(causal), type(scale), type(deterministic), window and tuple(map(type, window)))
-        options = (op, names, kind, causal, scale, window, layout, deterministic, types, _family())
+        options = (
+            op, names, kind, causal, scale, window, layout, deterministic,
+            type(causal), type(scale), window and tuple(map(type, window)), type(deterministic), _family(),
+        )  # fmt: skip
         known = _calls.get(options, ())
     except TypeError:  # an option of a wrong type, which the checks of a new call name
         options, known = None, ()
@@ -334,7 +344,7 @@ def _run(
         if call is None:
             call = _Call(op, kind, names, tokens, causal, scale, window, layout, deterministic)
         if options is not None:
-            _remember(options, tokens, kind.recogniser(present), call)
+            _remember(options, tokens, kind.recogniser(owners), call)
     if handle is not None:
         call.check_stream(stream_device)
     return call.run(arguments[0], pointers, owners, given, handle)
@@ -374,7 +384,7 @@ def _label(name: str) -> str:
     return f"out ({name})"
 
 
-_NAMES_WITH_OUT = {op: INPUTS[op] + tuple(map(_label, OUTPUTS[op])) for op in OUTPUTS}
+_LABELS = {op: tuple(map(_label, OUTPUTS[op])) for op in OUTPUTS}
 
 
 def logical(name: str, given: Layout, layout: str) -> Layout:

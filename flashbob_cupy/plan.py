@@ -8,6 +8,8 @@ device is taken. The formula that says how much each kernel needs stands beside 
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -108,7 +110,8 @@ class Kernel:
     leaves the gradient of Q to another, where that has better ones; `shared(tile, D, Dv, fused)` is in bytes.
     `by_rows`: one CTA per tile of queries and query head; otherwise one per tile of keys and key head.
     `maps`: the fields (`FIELDS`) of the tensor maps that the kernel takes as its second parameter, in order.
-    `without_uv`: tiles for problems without UV, where the usual ones run out of registers.
+    `few`: tiles with half or a third of the rows a CTA, for problems so small that all such CTAs run at once: twice as
+    many multiprocessors or more then share the work.
     """
 
     tiles: Mapping[int, tuple[Tile, ...]]
@@ -116,16 +119,28 @@ class Kernel:
     by_rows: bool
     maps: tuple[str, ...] = ()
     unfused: Mapping[int, tuple[Tile, ...]] | None = None
-    without_uv: Mapping[int, tuple[Tile, ...]] | None = None
+    few: Mapping[int, tuple[Tile, ...]] | None = None
 
-    def choose(self, device: Device, D: int, Dv: int, fused: int, uv: bool, name: str) -> Tile:
-        tiles = self.tiles if fused or self.unfused is None else self.unfused
-        if not uv and self.without_uv is not None:
-            tiles = {**tiles, **self.without_uv}
-        width = next(width for width in sorted(tiles) if width >= max(D, Dv))
-        for tile in tiles[width]:
-            if self.shared(tile, D, Dv, fused) <= device.shared_limit:
+    def blocks(self, problem: Problem, tile: Tile) -> int:
+        p = problem
+        return p.B * (p.Hq * -(-p.M // tile.QUERIES) if self.by_rows else p.Hkv * -(-p.N // tile.KEYS))
+
+    def choose(self, problem: Problem, device: Device, D: int, Dv: int, fused: int, name: str) -> Tile:
+        """D and Dv as rounded up for the kernel."""
+
+        def fitting(tiles: Mapping[int, tuple[Tile, ...]]) -> Tile | None:
+            candidates = tiles[next(width for width in sorted(tiles) if width >= max(D, Dv))]
+            return next((tile for tile in candidates if self.shared(tile, D, Dv, fused) <= device.shared_limit), None)
+
+        if self.few is not None:
+            tile = fitting(self.few)
+            if tile is not None and self.blocks(problem, tile) <= device.multiprocessors:
                 return tile
+        tiles = self.tiles if fused or self.unfused is None else self.unfused
+        tile = fitting(tiles)
+        if tile is not None:
+            return tile
+        width = next(width for width in sorted(tiles) if width >= max(D, Dv))
         least = min(self.shared(tile, D, Dv, fused) for tile in tiles[width])
         raise UnsupportedError(
             f"{name} with head dimensions {D} and {Dv} needs {least} bytes of shared memory per block; this device "
@@ -218,10 +233,12 @@ def _hopper_forward_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
 
 
 def _hopper_columns_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
-    """K, UK, V, UV; stages of Q, UQ, dO, statistics; dS and W of two warpgroups; barriers, places."""
+    """K, UK, V, UV; stages of Q, UQ, dO, statistics; one or two buffers of dS and W; barriers, places."""
     d, dv = _panels(D), _panels(Dv)
+    buffers = 2 if fused and d == 64 else 1
     stage = 2 * t.QUERIES * (2 * d + dv) + -(-16 * t.QUERIES // 1024) * 1024
-    return 2 * t.KEYS * 2 * (d + dv) + t.STAGES * stage + fused * 4 * t.QUERIES * 128 + 24 + 24 * t.STAGES
+    exchange = fused * buffers * t.KEYS // 64 * 2 * t.QUERIES * 128
+    return 2 * t.KEYS * 2 * (d + dv) + t.STAGES * stage + exchange + 24 + 24 * t.STAGES + 16 * buffers
 
 
 def _hopper_backward_rows_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
@@ -233,8 +250,9 @@ def _hopper_backward_rows_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
 def _hopper_backward_columns_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
     """K, V; stages of Q, dO, statistics; two buffers of dS; barriers and the CTA's place."""
     d, dv = _panels(D), _panels(Dv)
+    exchange = fused * 2 * t.KEYS // 64 * t.QUERIES * 128
     stage = 2 * t.QUERIES * (d + dv) + -(-16 * t.QUERIES // 1024) * 1024
-    return 2 * t.KEYS * (d + dv) + t.STAGES * stage + fused * 4 * t.QUERIES * 128 + 8 + 16 * t.STAGES + 32 + 12
+    return 2 * t.KEYS * (d + dv) + t.STAGES * stage + exchange + 8 + 16 * t.STAGES + 32 + 12
 
 
 def _hopper_queries_bytes(t: Tile, D: int, Dv: int, fused: int) -> int:
@@ -251,6 +269,7 @@ _SM90 = {
         _hopper_forward_bytes,
         by_rows=True,
         maps=("q", "k", "v"),
+        few={64: (Tile(64, 128, 2, 8),), 128: (Tile(64, 80, 2, 8),)},
     ),
     "backward_columns": Kernel(
         {64: (Tile(96, 128, 2, 12),), 128: (Tile(48, 128, 3, 12),)},
@@ -258,18 +277,21 @@ _SM90 = {
         by_rows=False,
         maps=("q", "d", "k", "v"),
         unfused={64: (Tile(128, 128, 2, 12),), 128: (Tile(80, 128, 2, 12),)},
+        few={64: (Tile(96, 64, 2, 8),), 128: (Tile(32, 64, 3, 8),)},
     ),
     "backward_rows": Kernel(
         {64: (Tile(128, 96, 3, 12),), 128: (Tile(128, 80, 3, 12),)},
         _hopper_backward_rows_bytes,
         by_rows=True,
         maps=("q", "d", "k", "v"),
+        few={64: (Tile(64, 96, 3, 8),), 128: (Tile(64, 80, 3, 8),)},
     ),
     "bob_rows": Kernel(
         {64: (Tile(128, 80, 3, 12),), 128: (Tile(128, 64, 2, 12),)},
         _hopper_rows_bytes,
         by_rows=True,
         maps=("q", "uq", "k", "uk", "v", "uv"),
+        few={64: (Tile(64, 80, 3, 8),), 128: (Tile(64, 64, 3, 8),)},
     ),
     "bob_columns": Kernel(
         {64: (Tile(64, 128, 2, 12),), 128: (Tile(48, 128, 2, 12),)},
@@ -277,13 +299,14 @@ _SM90 = {
         by_rows=False,
         maps=("q", "uq", "d", "k", "uk", "v", "uv"),
         unfused={64: (Tile(80, 128, 2, 12),), 128: (Tile(48, 128, 2, 12),)},
-        without_uv={128: (Tile(32, 128, 2, 12),)},
+        few={64: (Tile(64, 64, 3, 8),), 128: (Tile(48, 64, 3, 8),)},
     ),
     "bob_queries": Kernel(
         {64: (Tile(128, 64, 3, 12),), 128: (Tile(128, 48, 2, 12),)},
         _hopper_queries_bytes,
         by_rows=True,
         maps=("q", "uq", "d", "k", "uk", "v", "uv"),
+        few={64: (Tile(64, 64, 3, 8),), 128: (Tile(64, 48, 3, 8),)},
     ),
 }
 _QUERY_SIDE = ("q", "uq", "d")
@@ -468,7 +491,7 @@ def plan(problem: Problem, device: Device, family: str, direct: frozenset[str]) 
     padded = -(-p.M // 16) * 16
     for name in _kernels_of(p.op, p.deterministic):
         kernel = TABLES[family][name]
-        tile = kernel.choose(device, head_dim, head_value_dim, fused, p.uv, name)
+        tile = kernel.choose(p, device, head_dim, head_value_dim, fused, name)
         macros = common | {"QUERIES": tile.QUERIES, "KEYS": tile.KEYS, "STAGES": tile.STAGES}
         if name.startswith("bob"):
             macros |= cotangents
@@ -476,11 +499,10 @@ def plan(problem: Problem, device: Device, family: str, direct: frozenset[str]) 
             macros["FUSED"] = fused
         if family == "sm80":
             macros["WARPS"] = tile.WARPS
-        blocks = -(-p.M // tile.QUERIES) * p.Hq * p.B if kernel.by_rows else -(-p.N // tile.KEYS) * p.Hkv * p.B
         maps = tuple(TensorMap(f, tile.QUERIES if f in _QUERY_SIDE else tile.KEYS) for f in kernel.maps)
         shared = kernel.shared(tile, head_dim, head_value_dim, fused)
         specialisation = Specialisation(family, name, tuple(sorted(macros.items())), 32 * tile.WARPS, shared)
-        tiled.append(Launch(specialisation, _checked(blocks, name), maps))
+        tiled.append(Launch(specialisation, _checked(kernel.blocks(p, tile), name), maps))
         padded = max(padded, -(-p.M // tile.QUERIES) * tile.QUERIES)
 
     layout = _Layout()
@@ -575,8 +597,10 @@ def representative_problems() -> Iterator[Problem]:
 def specialisations(arch: str) -> tuple[Specialisation, ...]:
     """The specialisations that `representative_problems` need on `arch`, in every family it runs, each once."""
     device = typical_device(arch)
+    # The problems are small ones on this device, and large ones on a device with one multiprocessor.
+    devices = (device, dataclasses.replace(device, multiprocessors=1))
     found: dict[Specialisation, None] = {}
-    for problem in representative_problems():
+    for problem, device in itertools.product(representative_problems(), devices):
         everything = frozenset(INPUTS[problem.op] + OUTPUTS[problem.op])
         for family in ("sm80", "sm90"):
             if _family_serves(family, problem, device):

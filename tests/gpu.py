@@ -11,7 +11,7 @@ import functools
 import multiprocessing
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,13 +24,15 @@ import pytest
 from flashbob_cupy import accuracy, kernels, ops, reference
 from flashbob_cupy import plan as planning
 from flashbob_cupy.check import forced_family
+from flashbob_cupy.driver import driver
 from flashbob_cupy.errors import UnsupportedError
 from flashbob_cupy.problem import AXES, INPUTS, OUTPUTS, Mask, Problem
 
 Array = np.ndarray[Any, Any]
 
 DEVICE = "cuda"
-KERNELS = ("sm80", "sm90")
+# "sm90-large": the tiles of large problems, whatever the size.
+KERNELS = ("sm80", "sm90", "sm90-large")
 ENGINES = (*KERNELS, "blocked")
 HALF = ("float16", "bfloat16")
 OPS = ("forward", "backward", "bob", "jvp")
@@ -172,16 +174,31 @@ def reference_of(case: Case, op: str) -> Reference:
     return _references[key]
 
 
+def family_of(engine: str) -> str:
+    return engine.partition("-")[0]
+
+
+@contextlib.contextmanager
+def forced(engine: str) -> Iterator[None]:
+    """Ask the planner for an engine. On a GPU with one multiprocessor no problem is a small one."""
+    with forced_family(family_of(engine)), pytest.MonkeyPatch.context() as patch:
+        if engine.endswith("-large"):
+            patch.setitem(driver()._devices, 0, replace(driver().device(0), multiprocessors=1))
+            patch.setattr(ops, "_calls", {})
+            patch.setattr(kernels, "_recipes", {})
+        yield
+
+
 def specialisations_of(case: Case, engine: str) -> set[planning.Specialisation]:
     """Every kernel that the case may launch, copies included."""
-    device = kernels.device_info(0)
     found: set[planning.Specialisation] = set()
-    with forced_family(engine):
+    with forced(engine):
+        device = kernels.device_info(0)
         for op in case.ops:
             problem = case.problem(op)
-            if planning.route(problem, device) == engine and engine in KERNELS:
+            if planning.route(problem, device) == family_of(engine) and engine in KERNELS:
                 with contextlib.suppress(UnsupportedError):  # the test meets it too
-                    found.update(planning.plan(problem, device, engine, frozenset()).specialisations())
+                    found.update(planning.plan(problem, device, family_of(engine), frozenset()).specialisations())
     return found
 
 
@@ -264,10 +281,10 @@ def poison(engine: str) -> None:
 def assert_served(case: Case, op: str, engine: str) -> None:
     """Fail, or skip where this GPU has no such kernels, unless the engine computes the problem."""
     device = kernels.device_info(0)
-    if engine == "sm90" and device.arch != "sm_90a":
+    if family_of(engine) == "sm90" and device.arch != "sm_90a":
         pytest.skip(f"sm90 kernels run on Hopper; this GPU is {device.arch or device.capability}")
     chosen = planning.route(case.problem(op), device)
-    assert chosen == engine, f"{op} of {case} goes to {chosen}, not to {engine}"
+    assert chosen == family_of(engine), f"{op} of {case} goes to {chosen}, not to {engine}"
 
 
 def run(
@@ -288,7 +305,7 @@ def run(
     results: dict[str, Any] = {}
     if poisoned:
         torch().cuda.empty_cache()
-    with forced_family(engine):
+    with forced(engine):
         for op in dict.fromkeys(("forward", *case.ops)):
             if op == "forward" and op not in case.ops and "lse" in x:
                 continue

@@ -230,6 +230,16 @@ def test_jax_results_are_not_copied():
         assert result.unsafe_buffer_pointer() == kind.pointer(raw)
 
 
+def test_new_torch_tensors_are_contiguous():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    kind = arrays.kind_of(torch.empty(0), "q")
+    for shape in itertools.chain.from_iterable(itertools.product((0, 1, 2, 3), repeat=axes) for axes in (1, 3, 4)):
+        made = [kind.allocator(shape, "float32", ("cpu", 0))() for _ in range(2)]
+        for x in made:
+            assert (x.shape, x.stride(), x.dtype) == (shape, row_major(shape), torch.float32)
+        assert 0 in shape or made[0].data_ptr() != made[1].data_ptr()
+
+
 # ---- how arrays lie in memory ---------------------------------------------------------------------------------------
 
 

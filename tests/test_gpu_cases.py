@@ -17,7 +17,6 @@ import pytest
 from gpu import ENGINES, HALF, Case, assert_equal, check, each, judge, nans, run, tensors, torch
 
 import flashbob_cupy as fb
-from flashbob_cupy.check import forced_family
 from flashbob_cupy.plan import HEAD_DIMS
 from flashbob_cupy.problem import INPUTS, OUTPUTS
 
@@ -303,7 +302,7 @@ def test_strides_of_everything(case: Case, engine: str, place: Callable[[Any], A
     expected = run(case, engine, x)
     given = of_four_axes(place, x)
     actual: dict[str, Any] = {}
-    with forced_family(engine):
+    with gpu.forced(engine):
         for op in case.ops:
             names = OUTPUTS[op][:4]
             out = [place(nans(case, name)) if len(expected[name].shape) == 4 else nans(case, name) for name in names]
@@ -316,7 +315,7 @@ def test_strides_of_everything(case: Case, engine: str, place: Callable[[Any], A
 def test_a_result_that_no_kernel_can_write(case: Case, engine: str) -> None:
     """The gradient of Q, summed in float32, goes through a copy as well."""
     x = of_four_axes(at_offset(1), with_forward(case, engine))
-    with forced_family(engine):
+    with gpu.forced(engine):
         given = {name: x.get(name) for name in INPUTS["bob"]}
         out = [at_offset(1)(nans(case, name)) for name in OUTPUTS["bob"][:4]]
         kinds.call("bob", given, out=out, **case.options())

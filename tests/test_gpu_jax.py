@@ -24,7 +24,6 @@ from jax_dense import all_links  # noqa: E402
 
 import flashbob_cupy as fb  # noqa: E402
 from flashbob_cupy import accuracy, kernels, ops  # noqa: E402
-from flashbob_cupy.check import forced_family  # noqa: E402
 from flashbob_cupy.jax import attention  # noqa: E402
 from flashbob_cupy.problem import OUTPUTS  # noqa: E402
 
@@ -86,7 +85,7 @@ BLOCKED_CASES = (
 @each(*KERNEL_CASES)
 def test_kernels(case: Case, engine: str, device: Any) -> None:
     jax.clear_caches()  # a compiled program keeps the family it was compiled for
-    with forced_family(engine):
+    with gpu.forced(engine):
         for op in OUTPUTS:
             gpu.assert_served(case, op, engine)
         judge(case, links(case, arrays(case, device)))

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import gpu
 import kinds
@@ -21,7 +21,6 @@ from gpu import ENGINES, HALF, KERNELS, Case, assert_equal, check, each, judge, 
 
 from flashbob_cupy import kernels
 from flashbob_cupy import plan as planning
-from flashbob_cupy.check import forced_family
 from flashbob_cupy.driver import driver
 from flashbob_cupy.problem import INPUTS, Problem
 
@@ -45,11 +44,14 @@ UNALIGNED = tuple(Case(100, 130, 36, 20, dtype=dtype, causal=True, ops=("bob",))
 
 
 def test_these_problems_need_every_specialisation() -> None:
-    device = planning.typical_device("sm_90a")
     found: set[planning.Specialisation] = set()
-    for case, family in itertools.product(REPRESENTATIVE, KERNELS):
+    for case, engine in itertools.product(REPRESENTATIVE, KERNELS):
+        device = planning.typical_device("sm_90a")
+        if engine.endswith("-large"):
+            device = dataclasses.replace(device, multiprocessors=1)
         for op in case.ops:
-            found.update(planning.plan(case.problem(op), device, family, frozenset()).specialisations())
+            planned = planning.plan(case.problem(op), device, gpu.family_of(engine), frozenset())
+            found.update(planned.specialisations())
     assert found == set(planning.specialisations("sm_90a"))
 
 
@@ -136,11 +138,18 @@ LARGE = (
 )
 
 
-@functools.lru_cache(maxsize=1)
-def _large(case: Case) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    x = tensors(case)
+#: Inputs, truth and budgets.
+Judged: TypeAlias = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+
+
+def _judged(case: Case, x: dict[str, Any]) -> Judged:
     truth = gpu.large_truth(case, x)
     return x, truth, gpu.large_budgets(case, x, truth)
+
+
+@functools.lru_cache(maxsize=1)
+def _large(case: Case) -> Judged:
+    return _judged(case, tensors(case))
 
 
 def _judge_large(case: Case, results: dict[str, Any]) -> None:
@@ -166,20 +175,37 @@ def test_linear_in_the_cotangents(case: Case, engine: str) -> None:
     assert_equal(run(case, engine, scaled), expected)
 
 
+PAIRS = (("uq", "gq"), ("uk", "gk"), ("uv", "gv"))
+
+
+@functools.lru_cache(maxsize=1)
+def _two_directions(case: Case) -> tuple[Judged, Judged]:
+    """A random U, and the W whose rows are those of bob(U), each made as long as that row of U.
+
+    Every row adds its length to <W, bob(U)>, so that no part of it is small, and the rows with few keys, whose
+    derivatives are the largest, have no more weight than others in what the errors may come to.
+    """
+    along_u = x, truth, _ = _judged(case, tensors(case))
+    w = {}
+    for u, g in PAIRS:
+        lengths = x[u].double().norm(dim=-1, keepdim=True)
+        w[u] = (torch().nn.functional.normalize(truth[g], dim=-1) * lengths).to(x[u].dtype)
+    return along_u, _judged(case, x | w)
+
+
 @each(*(dataclasses.replace(case, ops=("bob",)) for case in LARGE))
 def test_the_hessian_is_symmetric(case: Case, engine: str) -> None:
-    """<W, bob(U)> = <U, bob(W)> as far as the errors allow that both may have; W = bob(U) makes it a large number."""
-    pairs = (("uq", "gq"), ("uk", "gk"), ("uv", "gv"))
-    x = tensors(case)
-    first = run(case, engine, x)
-    other = x | {u: first[g] for u, g in pairs}
-    second = run(case, engine, other)
-    products, allowed = [], 0.0
-    for along, against, results in ((x, other, first), (other, x, second)):
-        budgets = gpu.large_budgets(case, along, gpu.large_truth(case, along))
-        products.append(sum(float((against[u].double() * results[g].double()).sum()) for u, g in pairs))
-        allowed += sum(float((gpu.norms(against[u]) * budgets[g]).sum()) for u, g in pairs)
-    assert abs(products[0] - products[1]) <= allowed < abs(products[0]) / 5
+    """<W, bob(U)> = <U, bob(W)>, as far as the errors allow that both may have."""
+    along_u, along_w = _two_directions(case)
+    products, parts, allowed = [], [], 0.0
+    for (x, truth, budgets), (against, _, _) in ((along_u, along_w), (along_w, along_u)):
+        results = run(case, engine, x)
+        products.append(sum(float((against[u].double() * results[g].double()).sum()) for u, g in PAIRS))
+        parts += [float((against[u].double() * truth[g]).sum()) for u, g in PAIRS]
+        allowed += sum(float((gpu.norms(against[u]) * budgets[g]).sum()) for u, g in PAIRS)
+    assert abs(products[0] - products[1]) <= allowed
+    # Without any one of its parts a product would differ by more than that, even if errors made up for `allowed` of it.
+    assert min(parts) > 2 * allowed
 
 
 # ---- machines ------------------------------------------------------------------------------------------------------
@@ -283,7 +309,7 @@ def test_threads_compile_once(case: Case, engine: str, monkeypatch: pytest.Monke
         together.wait()
         results[i] = kinds.call("bob", {name: x.get(name) for name in INPUTS["bob"]}, **case.options())
 
-    with forced_family(engine):
+    with gpu.forced(engine):
         threads = [threading.Thread(target=call, args=(i,)) for i in range(len(results))]
         for thread in threads:
             thread.start()

@@ -148,6 +148,11 @@ def test_absent_cotangents(problem: Problem, family: str) -> None:
     check(problem, operands(problem), family)
 
 
+@pytest.mark.parametrize(("problem", "family"), [p for p in (*_BY_SHAPE, *_BY_COTANGENT) if p.values[1] == "sm90"])
+def test_tiles_of_small_problems(problem: Problem, family: str) -> None:
+    check(problem, operands(problem), family, multiprocessors=128)
+
+
 def _each(**shape: Any) -> list[Any]:
     """One problem per operation and family."""
     return [

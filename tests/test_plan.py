@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,24 @@ def test_every_head_dimension_fits_every_device(arch: str, op: str) -> None:
                         assert s.shared_bytes <= device.shared_limit
                         assert s.threads % 32 == 0
                         assert 32 <= s.threads <= 1024
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_small_problems_have_small_tiles_that_run_at_once(op: str, deterministic: bool) -> None:
+    hopper = dataclasses.replace(typical_device("sm_90a"), multiprocessors=132)
+    for D, heads, length in itertools.product((64, 128), (1, 4, 8, 16, 64), (60, 256, 1000, 1024, 4096)):
+        p = problem(op, B=1, Hq=heads, Hkv=heads, M=length, N=length, D=D, Dv=D, deterministic=deterministic)
+        one = dataclasses.replace(hopper, multiprocessors=1)
+        large, chosen = (plan(p, device, "sm90", everything(p)).launches for device in (one, hopper))
+        for a, b in zip(large, chosen, strict=True):
+            if a.specialisation.family != "sm90" or not b.maps:
+                continue
+            rows = -(-length // 64) * heads
+            if rows <= hopper.multiprocessors:
+                assert b.blocks == rows
+            else:
+                assert b == a, "more CTAs than multiprocessors would take turns"
 
 
 def test_a_device_too_small_for_every_tile_is_refused_with_the_numbers() -> None:
@@ -288,19 +307,21 @@ def _tiles() -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 
 
+@pytest.mark.parametrize("heads", [12, 1])
 @pytest.mark.parametrize(
     ("family", "arch"), [("sm80", "sm_80"), ("sm80", "sm_86"), ("sm90", "sm_90a")], ids=lambda x: str(x)
 )
-def test_candidates_for_measurement_hold_the_planned_tile_and_fit(family: str, arch: str) -> None:
+def test_candidates_for_measurement_hold_the_planned_tile_and_fit(family: str, arch: str, heads: int) -> None:
     tiles, device = _tiles(), typical_device(arch)
     assert set(tiles.TIMED) == set(planning.TABLES[family])
     for kernel, D in itertools.product(tiles.TIMED, (64, 128)):
-        found = tiles.candidates(family, kernel, D, device)
-        p = tiles.problem(kernel, D, 1024)
+        p = tiles.Size(4, heads, 1024).problem(kernel, D)
+        found = tiles.candidates(p, family, kernel, device)
         made = plan(p, device, family, everything(p))
         launched = next(s for s in made.specialisations() if s.kernel == kernel and s.family == family)
         macros = dict(launched.macros)

@@ -188,35 +188,32 @@ def test_the_gradient_of_dlse_is_the_tangent_of_lse() -> None:
 
 
 def test_absent_cotangents_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
     from flashbob_cupy.torch import operators
 
-    def spy(name: str) -> Any:
-        original = getattr(operators, name)
+    seen = []
+    run = operators._run
 
-        def call(*arguments: Any, **options: Any) -> Any:
-            seen.append((name, [x is None for x in arguments], options.get("dlse") is None))
-            return original(*arguments, **options)
+    def spy(op: str, arguments: tuple[Any, ...], options: Any) -> Any:
+        if op != "forward":
+            seen.append((op, [x is None for x in arguments]))
+        return run(op, arguments, options)
 
-        return call
-
-    for name in ("_array_backward", "_array_bob", "_array_jvp"):
-        monkeypatch.setattr(operators, name, spy(name))
+    monkeypatch.setattr(operators, "_run", spy)
     q, k, v = leaves(qkv())
     o = attention(q, k, v)
     do = torch.ones_like(o).requires_grad_()
     _, dk, _ = torch.autograd.grad(o, (q, k, v), do, create_graph=True)
     torch.autograd.grad(dk.sum(), (q, do))
     assert seen == [
-        ("_array_backward", [False] * 6, True),
-        ("_array_bob", [False] * 4 + [True, False, True] + [False] * 2, True),
+        ("backward", [False] * 6 + [True]),
+        ("bob", [False] * 4 + [True, False, True] + [False] * 2 + [True]),
     ]
     seen.clear()
     q = q.detach()
     o = attention(q, k.detach(), v)
     (dv,) = torch.autograd.grad(o, v, do, create_graph=True)
     torch.autograd.grad(dv.sum(), do)
-    assert [name for name, *_ in seen] == ["_array_backward", "_array_bob"]
+    assert [op for op, _ in seen] == ["backward", "bob"]
     seen.clear()
     with torch.no_grad():
         attention(q, k, v)
@@ -226,7 +223,8 @@ def test_absent_cotangents_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_gradient_that_only_depends_on_its_cotangent_takes_the_row_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashbob_cupy.torch import chain, operators
 
-    monkeypatch.setattr(operators, "_array_bob", lambda *_, **__: pytest.fail("the whole double backward was computed"))
+    run, seen = operators._run, []
+    monkeypatch.setattr(operators, "_run", lambda op, *rest: seen.append(op) or run(op, *rest))
     q, k, v = qkv()
     o, lse = fb.forward(q, k, v)
     do, u = like([o])[0].requires_grad_(), like([q, k, v], 2)
@@ -234,6 +232,7 @@ def test_a_gradient_that_only_depends_on_its_cotangent_takes_the_row_pass(monkey
     gradients = chain.Backward.apply(q, k, v, do, None, o, lse, options)
     (gdo,) = torch.autograd.grad(gradients, do, u)
     assert torch.equal(gdo, fb.jvp(q, k, v, *u, o, lse).to)
+    assert seen == ["backward", "jvp"]  # and not the whole double backward
 
 
 def test_second_derivatives_are_linear_in_their_vectors_and_differentiable_in_them() -> None:
@@ -259,6 +258,63 @@ def test_torch_autograd_functional(name: str) -> None:
         return getattr(torch.autograd.functional, name)(loss, inputs, *vector.get(name, ()))
 
     torch.testing.assert_close(derivative(attention), derivative(dense))
+
+
+def test_the_second_derivative_does_not_pass_through_the_forward() -> None:
+    inputs = leaves(qkv())
+    first = torch.autograd.grad(attention(*inputs).sum(), inputs, create_graph=True)
+    nodes = [node for node, _ in first[0].grad_fn.next_functions if node is not None]
+    assert [getattr(node, "variable", None) for node in nodes] == inputs
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "o", "lse", "do"])
+def test_what_was_saved_must_not_have_been_changed(name: str) -> None:
+    arrays = dict(zip("qkv", qkv(), strict=True))
+    inputs = [x.clone().requires_grad_() for x in arrays.values()]
+    arrays = {key: x.view_as(x) for key, x in zip(arrays, inputs, strict=True)}
+    arrays["o"], arrays["lse"] = attention(*arrays.values(), return_lse=True)
+    arrays["do"] = torch.ones_like(arrays["o"])
+    first = torch.autograd.grad(arrays["o"], inputs, arrays["do"], create_graph=True)
+    with torch.no_grad():
+        arrays[name].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(first, inputs, like(inputs), retain_graph=True)
+    if name != "do":
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(arrays["o"], inputs, torch.ones_like(arrays["o"]))
+
+
+def test_parameters_and_subclasses_are_tensors() -> None:
+    class Subclass(torch.Tensor):
+        pass
+
+    q, k, v = qkv()
+    results = []
+    for kind in (torch.Tensor, torch.nn.Parameter, Subclass):
+        inputs = [x.clone().as_subclass(kind) if kind is Subclass else kind(x.clone()) for x in (q, k, v)]
+        inputs = [x.requires_grad_() for x in inputs]
+        o = attention(*inputs)
+        first = torch.autograd.grad(o, inputs, torch.ones_like(o), create_graph=True)
+        results.append([o, *first, *torch.autograd.grad(first, inputs, like(inputs))])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
+def test_a_step_that_was_made_before_is_recognised(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    from flashbob_cupy.torch import operators
+
+    def step() -> None:
+        inputs = [kind(x.clone()).requires_grad_() for x in qkv()]
+        o = attention(*inputs, causal=True)
+        first = torch.autograd.grad(o, inputs, torch.ones_like(o), create_graph=True)
+        torch.autograd.grad(first, inputs, like(inputs))
+
+    step()
+    read: list[Any] = []
+    monkeypatch.setattr(operators._kind(), "read", lambda names, *rest: read.append(names))
+    step()
+    assert read == []
 
 
 def test_third_derivatives_raise() -> None:
@@ -337,8 +393,14 @@ def test_leading_axes_are_a_loop(leading: tuple[int, ...], layout: str) -> None:
 def test_deterministic_algorithms_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashbob_cupy.torch import operators
 
-    asked = []
-    monkeypatch.setattr(operators, "_array_bob", lambda *a, **k: asked.append(k["deterministic"]) or fb.bob(*a, **k))
+    asked, run = [], operators._run
+
+    def spy(op: str, arguments: tuple[Any, ...], options: Any) -> Any:
+        if op == "bob":
+            asked.append(options.values[4])
+        return run(op, arguments, options)
+
+    monkeypatch.setattr(operators, "_run", spy)
 
     def second(**options: Any) -> None:
         q, k, v = leaves(qkv())

@@ -151,13 +151,51 @@ def test_vmap_of_the_jvp() -> None:
 def test_an_unbatched_input_of_one_batch_entry_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashbob_cupy.torch import operators
 
-    strides = []
-    monkeypatch.setattr(
-        operators, "_array_forward", lambda *a, **k: strides.append([x.stride(0) for x in a]) or fb.forward(*a, **k)
-    )
+    strides, run = [], operators._run
+
+    def spy(op: str, arguments: tuple[Any, ...], options: Any) -> Any:
+        strides.append([x.stride(0) for x in arguments])
+        return run(op, arguments, options)
+
+    monkeypatch.setattr(operators, "_run", spy)
     q, k, v = qkv(1, 4, 2)
     func.vmap(attention, (0, None, None))(q.expand(3, *q.shape).clone(), k, v)
     assert strides == [[q[0].numel(), 0, 0]]
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp"])
+def test_what_a_transform_left_behind_is_an_ordinary_tensor(transform: str) -> None:
+    left: list[Any] = []
+    keep = lambda x: left.append(x) or x.sum()  # noqa: E731
+    q, k, v = (t.requires_grad_() for t in qkv())
+    do, u = like([attention(q, k, v)])[0], like([q, k, v])
+    for t in (q, do, *u):
+        func.grad(keep)(t) if transform == "grad" else func.jvp(keep, (t,), (t,))
+
+    def derivatives(q: Any, do: Any, *u: Any) -> Any:
+        o = attention(q, k, v)
+        first = torch.autograd.grad(o, (k, v), do, create_graph=True)
+        again = torch.autograd.grad(o, (k, v), do, retain_graph=True)
+        with torch.no_grad():
+            plain = attention(q, k, v)
+        return o, plain, *first, *again, *torch.autograd.grad(first, (k, v), u[1:])
+
+    for a, b in zip(derivatives(*left), derivatives(q, do, *u), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_torch_that_does_not_say_what_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashbob_cupy.torch import chain
+
+    def derivatives() -> Any:
+        inputs = [t.requires_grad_() for t in qkv()]
+        o = attention(*inputs, causal=True)
+        first = torch.autograd.grad(o.sin().sum(), inputs, create_graph=True)
+        return o, *first, *torch.autograd.grad(first, inputs, like(inputs))
+
+    expected = derivatives()
+    monkeypatch.setattr(chain, "_inside_a_transform", lambda: True)
+    assert all(torch.equal(a, b) for a, b in zip(derivatives(), expected, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------- what is not offered

@@ -10,9 +10,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_rows(const __g
     RowTile t = row_tile(a, band);
     u32 q = shared_base(), d = q + Q_BYTES, ring = d + D_BYTES;
 
-    Range queries = {a.first_query, a.queries}, keys = {a.first_key, a.keys};
-    load_tile<QUERIES, HEAD_DIM, THREADS>(q, a.q, t.batch, t.head, t.m, queries, a.dim);
-    load_tile<QUERIES, VALUE_DIM, THREADS>(d, a.d, t.batch, t.head, t.m, queries, a.value_dim);
+    load_queries<HEAD_DIM>(q, a.q, t, a.dim);
+    load_queries<VALUE_DIM>(d, a.d, t, a.value_dim);
 
     float l2[2 * MT], delta[2 * MT];
 #pragma unroll
@@ -28,33 +27,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_rows(const __g
     auto fetch = [&](int step, int stage) {
         int n = (t.begin + step) * KEYS;
         u32 k = ring + stage * (K_BYTES + V_BYTES), v = k + K_BYTES;
-        load_tile<KEYS, HEAD_DIM, THREADS>(k, a.k, t.batch, t.key_head, n, keys, a.dim);
-        load_tile<KEYS, VALUE_DIM, THREADS>(v, a.v, t.batch, t.key_head, n, keys, a.value_dim);
+        load_keys<HEAD_DIM>(k, a.k, t, n, a.dim);
+        load_keys<VALUE_DIM>(v, a.v, t, n, a.value_dim);
     };
     auto compute = [&](int step, int stage) {
         int n = (t.begin + step) * KEYS;
         u32 lane = lane_offset(), k = ring + stage * (K_BYTES + V_BYTES) + lane, v = k + K_BYTES;
-        float s[MT][KEY_BLOCKS][4], x[MT][KEY_BLOCKS][4];
+        Score s, x;
         zero(s);
         multiply<HEAD_DIM, QUERIES>(s, q + lane, warp_id() * MT, k);
-#pragma unroll
-        for (int m = 0; m < MT; m++)
-#pragma unroll
-            for (int b = 0; b < KEY_BLOCKS; b++)
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    s[m][b][j] = exp2_approx(s[m][b][j] * c - l2[2 * m + j / 2]);
+        exponential(s, c, l2);
         if (!band.inside(t.m + warp_id() * 16 * MT, 16 * MT, n, KEYS))
             drop(s, t.row, n, 0.f, [&](int i, int j) { return band.flows(i, j); });
         zero(x);
         multiply<VALUE_DIM, QUERIES>(x, d + lane, warp_id() * MT, v);
-#pragma unroll
-        for (int m = 0; m < MT; m++)
-#pragma unroll
-            for (int b = 0; b < KEY_BLOCKS; b++)
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    x[m][b][j] = s[m][b][j] * (x[m][b][j] - delta[2 * m + j / 2]);
+        for_elements([&](int m, int b, int j) { x[m][b][j] = s[m][b][j] * (x[m][b][j] - delta[2 * m + j / 2]); });
         u32 p[MT][KEYS / 16][4];
         to_fragments(p, x);
         gather(dq, p, k);

@@ -13,16 +13,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_queries(const __gri
     RowTile t = row_tile(a, band);
     u32 q = shared_base(), uq = q + Q_BYTES, d = uq + Q_BYTES, ring = d + D_BYTES;
 
-    Range queries = {a.first_query, a.queries}, keys = {a.first_key, a.keys};
-    load_tile<QUERIES, HEAD_DIM, THREADS>(q, a.q, t.batch, t.head, t.m, queries, a.dim);
+    load_queries<HEAD_DIM>(q, a.q, t, a.dim);
     if (HAS_UQ)
-        load_tile<QUERIES, HEAD_DIM, THREADS>(uq, a.uq, t.batch, t.head, t.m, queries, a.dim);
-    load_tile<QUERIES, VALUE_DIM, THREADS>(d, a.d, t.batch, t.head, t.m, queries, a.value_dim);
+        load_queries<HEAD_DIM>(uq, a.uq, t, a.dim);
+    load_queries<VALUE_DIM>(d, a.d, t, a.value_dim);
 
-    float4 rows[2 * MT];
+    float l2[2 * MT], delta[2 * MT], alpha[2 * MT], epsilon[2 * MT];
 #pragma unroll
-    for (int h = 0; h < 2 * MT; h++)
-        rows[h] = a.statistics[(i64(t.batch) * a.query_heads + t.head) * a.padded_queries + t.row + 8 * h];
+    for (int h = 0; h < 2 * MT; h++) {
+        float4 row = a.statistics[(i64(t.batch) * a.query_heads + t.head) * a.padded_queries + t.row + 8 * h];
+        l2[h] = row.x;
+        delta[h] = row.y;
+        alpha[h] = row.z;
+        epsilon[h] = row.w;
+    }
     float c = a.scale * LOG2E;
     float gq[MT][HEAD_DIM / 8][4];
     zero(gq);
@@ -30,30 +34,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_queries(const __gri
     auto fetch = [&](int step, int stage) {
         int n = (t.begin + step) * KEYS;
         u32 k = ring + stage * 2 * (K_BYTES + V_BYTES), uk = k + K_BYTES, v = uk + K_BYTES, uv = v + V_BYTES;
-        load_tile<KEYS, HEAD_DIM, THREADS>(k, a.k, t.batch, t.key_head, n, keys, a.dim);
+        load_keys<HEAD_DIM>(k, a.k, t, n, a.dim);
         if (HAS_UK)
-            load_tile<KEYS, HEAD_DIM, THREADS>(uk, a.uk, t.batch, t.key_head, n, keys, a.dim);
-        load_tile<KEYS, VALUE_DIM, THREADS>(v, a.v, t.batch, t.key_head, n, keys, a.value_dim);
+            load_keys<HEAD_DIM>(uk, a.uk, t, n, a.dim);
+        load_keys<VALUE_DIM>(v, a.v, t, n, a.value_dim);
         if (HAS_UV)
-            load_tile<KEYS, VALUE_DIM, THREADS>(uv, a.uv, t.batch, t.key_head, n, keys, a.value_dim);
+            load_keys<VALUE_DIM>(uv, a.uv, t, n, a.value_dim);
     };
     auto compute = [&](int step, int stage) {
         int n = (t.begin + step) * KEYS;
         u32 lane = lane_offset(), k = ring + stage * 2 * (K_BYTES + V_BYTES) + lane, uk = k + K_BYTES, v = uk + K_BYTES,
             uv = v + V_BYTES;
-        float s[MT][KEY_BLOCKS][4], f[MT][KEY_BLOCKS][4], x[MT][KEY_BLOCKS][4];
+        Score s, f, x;
         u32 p[MT][KEYS / 16][4];
         zero(s);
         if (TANGENT)
             zero(f);
         multiply_with_tangent<HAS_UQ, HAS_UK, HEAD_DIM, QUERIES>(s, f, q + lane, uq + lane, warp_id() * MT, k, uk);
-#pragma unroll
-        for (int m = 0; m < MT; m++)
-#pragma unroll
-            for (int b = 0; b < KEY_BLOCKS; b++)
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    s[m][b][j] = exp2_approx(s[m][b][j] * c - rows[2 * m + j / 2].x);
+        exponential(s, c, l2);
         if (!band.inside(t.m + warp_id() * 16 * MT, 16 * MT, n, KEYS))
             drop(s, t.row, n, 0.f, [&](int i, int j) { return band.flows(i, j); });
         zero(x);
@@ -64,14 +62,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_queries(const __gri
             for (int b = 0; b < KEY_BLOCKS; b++) {
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    float4 row = rows[2 * m + h];
+                    int row = 2 * m + h;
                     float y[2];
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
                         float& e = x[m][b][2 * h + i];
-                        e -= row.y;
+                        e -= delta[row];
                         y[i] = s[m][b][2 * h + i] * e;
-                        e = TANGENT ? (f[m][b][2 * h + i] * a.scale - row.z) * e - row.w : -row.w;
+                        e = TANGENT ? (f[m][b][2 * h + i] * a.scale - alpha[row]) * e - epsilon[row] : -epsilon[row];
                     }
                     p[m][b / 2][b % 2 * 2 + h] = pack(y[0], y[1]);
                 }
@@ -80,13 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_queries(const __gri
             gather(gq, p, uk);
         if (HAS_UV)
             multiply<VALUE_DIM, QUERIES>(x, d + lane, warp_id() * MT, uv);
-#pragma unroll
-        for (int m = 0; m < MT; m++)
-#pragma unroll
-            for (int b = 0; b < KEY_BLOCKS; b++)
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    x[m][b][j] *= s[m][b][j];
+        for_elements([&](int m, int b, int j) { x[m][b][j] *= s[m][b][j]; });
         to_fragments(p, x);
         gather(gq, p, k);
     };

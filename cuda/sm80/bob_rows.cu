@@ -17,10 +17,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_rows(const __grid_c
     u32 base = shared_base(), q = base, uq = q + Q_BYTES, ring = uq + Q_BYTES;
     i64 line = i64(t.batch) * a.query_heads + t.head;
 
-    Range queries = {a.first_query, a.queries}, keys = {a.first_key, a.keys};
-    load_tile<QUERIES, HEAD_DIM, THREADS>(q, a.q, t.batch, t.head, t.m, queries, a.dim);
+    load_queries<HEAD_DIM>(q, a.q, t, a.dim);
     if (HAS_UQ)
-        load_tile<QUERIES, HEAD_DIM, THREADS>(uq, a.uq, t.batch, t.head, t.m, queries, a.dim);
+        load_queries<HEAD_DIM>(uq, a.uq, t, a.dim);
 
     float l2[2 * MT], alpha[2 * MT];
 #pragma unroll
@@ -38,44 +37,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_rows(const __grid_c
     auto fetch = [&](int step, int stage) {
         int n = (t.begin + step) * KEYS;
         u32 k = ring + stage * 2 * (K_BYTES + V_BYTES), uk = k + K_BYTES, v = uk + K_BYTES, uv = v + V_BYTES;
-        load_tile<KEYS, HEAD_DIM, THREADS>(k, a.k, t.batch, t.key_head, n, keys, a.dim);
+        load_keys<HEAD_DIM>(k, a.k, t, n, a.dim);
         if (HAS_UK)
-            load_tile<KEYS, HEAD_DIM, THREADS>(uk, a.uk, t.batch, t.key_head, n, keys, a.dim);
+            load_keys<HEAD_DIM>(uk, a.uk, t, n, a.dim);
         if (TANGENT)
-            load_tile<KEYS, VALUE_DIM, THREADS>(v, a.v, t.batch, t.key_head, n, keys, a.value_dim);
+            load_keys<VALUE_DIM>(v, a.v, t, n, a.value_dim);
         if (HAS_UV)
-            load_tile<KEYS, VALUE_DIM, THREADS>(uv, a.uv, t.batch, t.key_head, n, keys, a.value_dim);
+            load_keys<VALUE_DIM>(uv, a.uv, t, n, a.value_dim);
     };
     auto compute = [&](int step, int stage) {
         int n = (t.begin + step) * KEYS;
         u32 lane = lane_offset(), k = ring + stage * 2 * (K_BYTES + V_BYTES) + lane, uk = k + K_BYTES, v = uk + K_BYTES,
             uv = v + V_BYTES;
-        float s[MT][KEY_BLOCKS][4], f[MT][KEY_BLOCKS][4];
+        Score s, f;
         zero(s);
         if (TANGENT)
             zero(f);
         multiply_with_tangent<HAS_UQ, HAS_UK, HEAD_DIM, QUERIES>(s, f, q + lane, uq + lane, warp_id() * MT, k, uk);
-#pragma unroll
-        for (int m = 0; m < MT; m++)
-#pragma unroll
-            for (int b = 0; b < KEY_BLOCKS; b++)
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    s[m][b][j] = exp2_approx(s[m][b][j] * c - l2[2 * m + j / 2]);
+        exponential(s, c, l2);
         bool edge = !band.inside(t.m + warp_id() * 16 * MT, 16 * MT, n, KEYS);
         if (edge)
             drop(s, t.row, n, 0.f, [&](int i, int j) { return band.sees(i, j); });
         u32 p[MT][KEYS / 16][4];
         if (TANGENT) {
-#pragma unroll
-            for (int m = 0; m < MT; m++)
-#pragma unroll
-                for (int b = 0; b < KEY_BLOCKS; b++)
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        f[m][b][j] *= s[m][b][j] * a.scale;
-                        alpha[2 * m + j / 2] += f[m][b][j];
-                    }
+            for_elements([&](int m, int b, int j) {
+                f[m][b][j] *= s[m][b][j] * a.scale;
+                alpha[2 * m + j / 2] += f[m][b][j];
+            });
             if (edge)
                 drop(f, t.row, n, 0.f, [&](int i, int j) { return band.moves(i, j); });
             to_fragments(p, f);

@@ -11,8 +11,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     RowTile t = row_tile(a, band);
     u32 q = shared_base(), ring = q + Q_BYTES;
 
-    Range keys = {a.first_key, a.keys};
-    load_tile<QUERIES, HEAD_DIM, THREADS>(q, a.q, t.batch, t.head, t.m, Range{a.first_query, a.queries}, a.dim);
+    load_queries<HEAD_DIM>(q, a.q, t, a.dim);
 
     // With a negative scale the softmax is that of |τ| (-Q)Kᵀ, and the largest score is the largest product all the
     // same. A scale of zero makes all scores 0; the smallest normal number does the same and leaves the -inf of unseen
@@ -38,13 +37,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     auto fetch = [&](int step, int stage) {
         int n = (t.begin + step) * KEYS;
         u32 k = ring + stage * (K_BYTES + V_BYTES), v = k + K_BYTES;
-        load_tile<KEYS, HEAD_DIM, THREADS>(k, a.k, t.batch, t.key_head, n, keys, a.dim);
-        load_tile<KEYS, VALUE_DIM, THREADS>(v, a.v, t.batch, t.key_head, n, keys, a.value_dim);
+        load_keys<HEAD_DIM>(k, a.k, t, n, a.dim);
+        load_keys<VALUE_DIM>(v, a.v, t, n, a.value_dim);
     };
     auto compute = [&](int step, int stage) {
         int n = (t.begin + step) * KEYS;
         u32 lane = lane_offset(), k = ring + stage * (K_BYTES + V_BYTES) + lane, v = k + K_BYTES;
-        float s[MT][KEY_BLOCKS][4];
+        Score s;
         zero(s);
         multiply<HEAD_DIM, QUERIES>(s, q + lane, warp_id() * MT, k);
         if (!band.inside(t.m + warp_id() * 16 * MT, 16 * MT, n, KEYS))

@@ -4,27 +4,29 @@
 //     dK = τ dSᵀ Q                          -> out_k
 //     FUSED: dQ = dS K, added in fp32 to the accumulator (finish_queries scales and rounds it)
 // L·log2 e and D of each query come from statistics.
-// A CTA owns 128 keys of one key head, 64 a warpgroup; Q, dO and the statistics of all query heads of the group stream
+// A CTA owns KEYS keys of one key head, 64 a warpgroup; Q, dO and the statistics of all query heads of the group stream
 // past on one ring, and dK and dV stay in fp32 registers until the end: K and V are never expanded and every result is
 // written once. P and dS go from accumulators straight into A fragments. FUSED: dS of both warpgroups meets in shared
-// memory, as queries x keys, and each warpgroup sums one half of dQ over all 128 keys, transposed (Kᵀ dSᵀ): one panel
-// of D, or half of the queries where D has one panel. It does so a tile late, from one of two buffers, so that neither
-// waits for the other.
+// memory, as queries x keys, and each warpgroup sums one half of dQ over all keys, transposed (Kᵀ dSᵀ): one panel of D,
+// or half of the queries where D has one panel; a single warpgroup sums all. It does so a tile late, from one of two
+// buffers, so that neither waits for the other.
 #include "tiles.cuh"
 
-constexpr bool HALVES = panels(HEAD_DIM) == 1; // of the queries; otherwise panels of D
-static_assert(KEYS == 128 && QUERIES % 16 == 0, "64 keys a warpgroup, 16 queries an A fragment");
-
-constexpr int THREADS = 384,
-              SUMS = FUSED && HALVES ? QUERIES / 2 : QUERIES; // queries of which a warpgroup sums 64 columns of dQ
+constexpr int WARPGROUPS = KEYS / 64, MATH_THREADS = 2 * KEYS, THREADS = MATH_THREADS + 128;
+static_assert(WARPGROUPS == 1 || WARPGROUPS == 2, "64 keys a warpgroup");
+static_assert(QUERIES % 16 == 0, "16 queries an A fragment");
+constexpr bool HALVES = panels(HEAD_DIM) < WARPGROUPS; // of the queries; otherwise panels of D
+// What a warpgroup sums of dQ: so many queries, of so many panels of D.
+constexpr int SUMS = FUSED && HALVES ? QUERIES / 2 : QUERIES, PANELS = HALVES ? 1 : panels(HEAD_DIM) / WARPGROUPS;
 constexpr u32 K_BYTES = tile_bytes(KEYS, HEAD_DIM), V_BYTES = tile_bytes(KEYS, VALUE_DIM);
 constexpr u32 Q_BYTES = tile_bytes(QUERIES, HEAD_DIM), D_BYTES = tile_bytes(QUERIES, VALUE_DIM),
               STATISTICS = QUERIES * STATISTICS_BYTES;
 // A stage: Q, dO, statistics. Shared memory: K, V, the stages, two buffers for dS (a panel of 64 keys of each
 // warpgroup), the barriers.
 constexpr u32 D_AT = Q_BYTES, STATISTICS_AT = D_AT + D_BYTES, STAGE_BYTES = STATISTICS_AT + round_up(STATISTICS, 1024);
-constexpr u32 RING = K_BYTES + V_BYTES, EXCHANGE = RING + STAGES * STAGE_BYTES, PANEL = QUERIES * 128;
-constexpr u32 BARRIERS = EXCHANGE + FUSED * 4 * PANEL, HANDED = BARRIERS + 8 + Ring<STAGES>::BYTES,
+constexpr u32 RING = K_BYTES + V_BYTES, EXCHANGE = RING + STAGES * STAGE_BYTES, PANEL = QUERIES * 128,
+              BUFFER_BYTES = WARPGROUPS * PANEL;
+constexpr u32 BARRIERS = EXCHANGE + FUSED * 2 * BUFFER_BYTES, HANDED = BARRIERS + 8 + Ring<STAGES>::BYTES,
               PLACE = HANDED + Ring<2>::BYTES;
 
 struct Maps {
@@ -54,14 +56,14 @@ DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ri
     }
 }
 
-// The two buffers that dS is handed over in: each is full when all 8 warps have stored to it and empty when all have
+// The two buffers that dS is handed over in: each is full when all math warps have stored to it and empty when all have
 // read it.
 struct Exchange {
     u32 full, empty;
     DEVICE explicit Exchange(u32 barriers) : full(barriers), empty(barriers + 16) {}
     DEVICE void init() const {
         for (int i = 0; i < 4; i++)
-            barrier_init(full + 8 * i, 8);
+            barrier_init(full + 8 * i, 4 * WARPGROUPS);
     }
     // Of the turn-th tile.
     DEVICE void wait_full(u32 turn) const { barrier_wait(full + turn % 2 * 8, turn / 2 % 2); }
@@ -78,13 +80,26 @@ struct Exchange {
     }
 };
 
-// One group: this warpgroup's half of dQᵀ. `k` is its panel of K, `ds` its rows of dS.
-DEVICE void issue_queries(float (&g)[SUMS / 2], u32 k, u32 ds) {
+typedef float Sums[PANELS][SUMS / 2];
+// One group: this warpgroup's part of dQᵀ. `k` is its panel of K, `ds` its rows of dS.
+DEVICE void issue_queries(Sums& g, u32 k, u32 ds) {
     wgmma_fence();
 #pragma unroll
-    for (int t = 0; t < KEYS / 16; t++)
-        wgmma<SUMS, 1, 0>(g, by_rows<KEYS>(k, t), by_columns<QUERIES>(ds, t), t > 0);
+    for (int p = 0; p < PANELS; p++)
+#pragma unroll
+        for (int t = 0; t < KEYS / 16; t++)
+            wgmma<SUMS, 1, 0>(g[p], by_rows<KEYS>(k + p * KEYS * 128, t), by_columns<QUERIES>(ds, t), t > 0);
     wgmma_commit();
+}
+DEVICE void settle_queries(Sums& g) {
+#pragma unroll
+    for (int p = 0; p < PANELS; p++)
+        settle(g[p]);
+}
+DEVICE void add_queries(float* sums, int wg, const Sums& g) {
+#pragma unroll
+    for (int p = 0; p < PANELS; p++)
+        reduce_queries(sums, 0, HALVES ? 0 : wg + p, g[p]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -97,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Place here = place(blockIdx.x, (a.keys + KEYS - 1) / KEYS, a.key_heads, a.batches, streamed);
     if (threadIdx.x == 0) {
         barrier_init(keys_full, 1);
-        ring.init(256);
+        ring.init(MATH_THREADS);
         exchange.init();
         barrier_init_fence();
         store_place(base + PLACE, here);
@@ -108,9 +123,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Range queries = band.queries_of(n, KEYS);
     queries.begin = queries.begin / QUERIES * QUERIES; // the accumulator knows tiles of 8 queries, the statistics pairs
 
-    if (threadIdx.x >= 256) {
+    if (threadIdx.x >= MATH_THREADS) {
         registers_shrink<24>();
-        if (threadIdx.x == 256)
+        if (threadIdx.x == MATH_THREADS)
             load(a, maps, base, ring, keys_full, here, queries);
         return;
     }
@@ -143,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             u32 tile = fresh(base), k = tile + wg * 8192, v = k + K_BYTES;
             u32 q = base + RING + ring.stage() * STAGE_BYTES, d = q + D_AT,
                 pair = q + STATISTICS_AT + lane_id() % 4 * 32;
-            float g[SUMS / 2];
+            Sums g;
             ring.wait();
             wgmma_fence();
             score_into<HEAD_DIM, KEYS>(s, k, q, false);
@@ -153,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (FUSED) {
                 exchange.wait_full(turn - 1);
                 issue_queries(g, HALVES ? tile : tile + wg * KEYS * 128,
-                              tile + EXCHANGE + (turn - 1) % 2 * 2 * PANEL + (HALVES ? wg * SUMS * 128 : 0));
+                              tile + EXCHANGE + (turn - 1) % 2 * BUFFER_BYTES + (HALVES ? wg * SUMS * 128 : 0));
                 wgmma_wait<2>();
             } else {
                 wgmma_wait<1>();
@@ -190,13 +205,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             wgmma_commit();
             if (FUSED) {
                 exchange.wait_empty(turn);
-                store_transposed(tile + EXCHANGE + turn % 2 * 2 * PANEL + wg * PANEL, ds);
+                store_transposed(tile + EXCHANGE + turn % 2 * BUFFER_BYTES + wg * PANEL, ds);
                 exchange.stored(turn);
                 wgmma_wait<1>();
-                settle(g);
+                settle_queries(g);
                 exchange.read(turn - 1);
                 if (turn > 1)
-                    reduce_queries(sums, 0, HALVES ? 0 : wg, g);
+                    add_queries(sums, wg, g);
                 sums = a.accumulator + (first + m + (HALVES ? wg * SUMS : 0)) * ACCUMULATOR_DIM;
             }
             wgmma_wait<0>();
@@ -211,13 +226,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     if (FUSED && turn > 1) {
         turn--;
-        float g[SUMS / 2];
+        Sums g;
         exchange.wait_full(turn);
         issue_queries(g, HALVES ? base : base + wg * KEYS * 128,
-                      base + EXCHANGE + turn % 2 * 2 * PANEL + (HALVES ? wg * SUMS * 128 : 0));
+                      base + EXCHANGE + turn % 2 * BUFFER_BYTES + (HALVES ? wg * SUMS * 128 : 0));
         wgmma_wait<0>();
-        settle(g);
-        reduce_queries(sums, 0, HALVES ? 0 : wg, g);
+        settle_queries(g);
+        add_queries(sums, wg, g);
     }
     here = load_place(base + PLACE); // again: registers are short in the loop
     int key = here.tile * KEYS + threadIdx.x / 32 * 16 + lane_id() / 4;

@@ -4,13 +4,10 @@
 // A CTA owns QUERIES queries of one head, 64 a warpgroup. Q and dO stay in shared memory; K and V stream past on two
 // rings, last keys first. The loop issues the scores of one tile, then the product dS K of the tile before it, whose A
 // fragments come straight from accumulators: the element-wise work runs under it.
-#include "tiles.cuh"
+#include "row_tiles.cuh"
 
-static_assert(QUERIES % 64 == 0 && KEYS % 16 == 0, "64 queries a warpgroup, 16 keys an A fragment");
 static_assert(STAGES >= 2, "a tile of K is read again while the next one is");
 
-constexpr int WARPGROUPS = QUERIES / 64, MATH_THREADS = 128 * WARPGROUPS, THREADS = MATH_THREADS + 128;
-constexpr int MATH_REGISTERS = WARPGROUPS == 2 ? 240 : 160, LOAD_REGISTERS = WARPGROUPS == 2 ? 24 : 32;
 constexpr u32 Q_BYTES = tile_bytes(QUERIES, HEAD_DIM), D_BYTES = tile_bytes(QUERIES, VALUE_DIM);
 constexpr u32 K_BYTES = tile_bytes(KEYS, HEAD_DIM), V_BYTES = tile_bytes(KEYS, VALUE_DIM);
 // Shared memory: Q, dO, then STAGES of K, then of V, then the barriers.
@@ -20,24 +17,13 @@ struct Maps {
     TensorMap q, d, k, v;
 };
 
-typedef float Score[KEYS / 2];
-typedef u32 Fragments[KEYS / 16][4];
-
 DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ks, Ring<STAGES> vs, u32 held_full,
-                 Place here, int m, int n, int tiles) {
-    int key_head = here.head / a.group;
+                 const RowTile& t, KeyTiles keys) {
     barrier_expect(held_full, Q_BYTES + D_BYTES);
-    load_tile<QUERIES, HEAD_DIM>(base, maps.q, held_full, m - a.first_query, here.head, here.batch);
-    load_tile<QUERIES, VALUE_DIM>(base + Q_BYTES, maps.d, held_full, m - a.first_query, here.head, here.batch);
-#pragma unroll 1 // few registers
-    for (int t = 0; t < tiles; t++, n -= KEYS) {
-        load_tile<KEYS, HEAD_DIM>(base + K_RING + ks.stage() * K_BYTES, maps.k, ks.fill(K_BYTES), n - a.first_key,
-                                  key_head, here.batch);
-        load_tile<KEYS, VALUE_DIM>(base + V_RING + vs.stage() * V_BYTES, maps.v, vs.fill(V_BYTES), n - a.first_key,
-                                   key_head, here.batch);
-        ks.advance();
-        vs.advance();
-    }
+    load_queries<HEAD_DIM>(a, t, base, maps.q, held_full);
+    load_queries<VALUE_DIM>(a, t, base + Q_BYTES, maps.d, held_full);
+    load_keys(a, t, keys, Stream<HEAD_DIM, 1, STAGES>{ks, base + K_RING, {&maps.k}},
+              Stream<VALUE_DIM, 1, STAGES>{vs, base + V_RING, {&maps.v}});
 }
 
 // Two groups: S; then dP. `held` is this warpgroup's rows of Q.
@@ -82,45 +68,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     backward_rows(const __grid_constant__ Attention a, const __grid_constant__ Maps maps) {
     u32 base = shared_base(), held_full = base + BARRIERS;
     Ring<STAGES> ks(held_full + 8), vs(held_full + 8 + Ring<STAGES>::BYTES);
-    if (threadIdx.x == 0) {
-        barrier_init(held_full, 1);
-        ks.init(4 * WARPGROUPS);
-        vs.init(4 * WARPGROUPS);
-        barrier_init_fence();
-    }
-    sync_threads();
-
-    int query_tiles = (a.queries + QUERIES - 1) / QUERIES;
-    Place here = place(blockIdx.x, query_tiles, a.query_heads, a.batches,
-                       i64(a.keys) * (2 * HEAD_DIM + 2 * VALUE_DIM) / a.group);
-    int m = (MASK_RIGHT ? query_tiles - 1 - here.tile : here.tile) * QUERIES; // the longest first
+    init_barriers(held_full, ks, vs);
+    RowTile t = row_tile(a, 2 * HEAD_DIM + 2 * VALUE_DIM);
     Band band(a);
-    Range range = band.keys_of(m, QUERIES);
-    int tiles = range.end > range.begin ? (range.end - range.begin + KEYS - 1) / KEYS : 0;
-    int n = range.begin + (tiles - 1) * KEYS;
-
-    if (threadIdx.x >= MATH_THREADS) {
-        registers_shrink<LOAD_REGISTERS>();
-        if (threadIdx.x == MATH_THREADS && tiles > 0)
-            load(a, maps, base, ks, vs, held_full, here, m, n, tiles);
+    KeyTiles keys = key_tiles(band, t);
+    if (loading_warpgroup()) {
+        if (threadIdx.x == MATH_THREADS && keys.count > 0)
+            load(a, maps, base, ks, vs, held_full, t, keys);
         return;
     }
 
-    registers_grow<MATH_REGISTERS>();
-    int wg = warpgroup_id(), row = m + threadIdx.x / 32 * 16 + lane_id() / 4;
-    Rows rows = {band, band.keys_inside(m + wg * 64, 64, KEYS), row, a.scale * LOG2E, {}, {}};
+    int wg = warpgroup_id(), n = keys.n, row = t.m + threadIdx.x / 32 * 16 + lane_id() / 4;
+    Rows rows = {band, band.keys_inside(t.m + wg * 64, 64, KEYS), row, a.scale * LOG2E, {}, {}};
     const float* statistics =
-        reinterpret_cast<const float*>(a.statistics + (i64(here.batch) * a.query_heads + here.head) * a.padded_queries);
+        reinterpret_cast<const float*>(a.statistics + (i64(t.batch) * a.query_heads + t.head) * a.padded_queries);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const float* of = statistics + (row + 8 * h) / 2 * 8 + row % 2;
-        rows.l2[h] = of[0];
-        rows.delta[h] = of[4];
+        float unused;
+        load_statistics(statistics, row + 8 * h, rows.l2[h], rows.delta[h], unused, unused);
     }
     float acc[HEAD_DIM / 2];
     clear(acc);
 
-    if (tiles > 0) {
+    if (keys.count > 0) {
         u32 held = base + wg * 8192;
         Score s, x;
         Fragments ds;
@@ -138,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         rows.derivative(s, x);
         to_fragments(ds, x);
 #pragma unroll 1
-        for (int t = 1; t < tiles; t++) {
+        for (int i = 1; i < keys.count; i++) {
             n -= KEYS;
             issue_scores(s, x, base, held, ks, vs);
             issue_queries(acc, ds, base + K_RING + before.stage() * K_BYTES);
@@ -163,5 +133,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         settle(acc);
         keep(ds);
     }
-    store_rows(a.out_q, here.batch, here.head, row, a.queries, a.dim, acc, a.scale);
+    store_rows(a.out_q, t.batch, t.head, row, a.queries, a.dim, acc, a.scale);
 }

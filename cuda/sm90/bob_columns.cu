@@ -8,33 +8,43 @@
 //     FUSED: gQ = dS UK + W K, added in fp32 to the accumulator (finish_queries scales and rounds it)
 // clang-format on
 // L·log2 e, D, α and ε of each query come from the row pass.
-// A CTA owns 128 keys of one key head, 64 a warpgroup; Q, UQ, dO and the statistics of all query heads of the group
+// A CTA owns KEYS keys of one key head, 64 a warpgroup; Q, UQ, dO and the statistics of all query heads of the group
 // stream past on one ring, and gK and gV stay in fp32 registers until the end: K and V are never expanded and every
 // result is written once. P∘F̂, dS and W go from accumulators straight into A fragments; C is accumulated by the tensor
-// cores onto F̂∘X - ε. FUSED: dS and W are also stored, as queries x keys, in shared memory, and gQ is computed
-// transposed (UKᵀ dSᵀ + Kᵀ Wᵀ), so that any multiple of 16 queries will do. With two panels of D each warpgroup sums
-// one of them over all 128 keys; with one panel each sums its own 64 keys.
+// cores onto F̂∘X - ε. STACKED: Q and UQ are one operand of twice the rows, so that K meets both in one product.
+// FUSED: dS and W are also stored, as queries x keys, in shared memory, and gQ is computed transposed (UKᵀ dSᵀ + Kᵀ
+// Wᵀ), so that any multiple of 16 queries will do, over all keys of the CTA. A warpgroup apart does so, a tile behind
+// (APART); beside two that compute with two panels of D there are no registers for it, and each sums one panel itself.
 #include "tiles.cuh"
 
 constexpr bool TANGENT = HAS_UQ || HAS_UK;
 static_assert(TANGENT || HAS_UV, "with no cotangent every result is zero and nothing is to be launched");
-static_assert(KEYS == 128 && QUERIES % 16 == 0, "64 keys a warpgroup, 16 queries an A fragment");
+static_assert(KEYS <= 128 && KEYS % 64 == 0 && QUERIES % 16 == 0, "64 keys a warpgroup, 16 queries an A fragment");
 
-constexpr int THREADS = 384;
-constexpr bool SHARE = panels(HEAD_DIM) == 2;
+constexpr int MATH_THREADS = 2 * KEYS, THREADS = MATH_THREADS + 128;
+constexpr bool WIDE = panels(HEAD_DIM) == 2;
+constexpr bool APART = FUSED && (!WIDE || KEYS == 64); // gQ has a warpgroup of its own
+// Three warpgroups have 168 registers a thread at entry and share 504, two have 240.
+constexpr int MATH_REGISTERS = KEYS == 128 && APART ? 216 : 240,
+              SERVICE_REGISTERS = KEYS == 64 ? 128 : (APART ? 72 : 24);
 constexpr bool STORE_DS = FUSED && HAS_UK;   // gQ takes dS with UK
 constexpr bool FINISH_C = TANGENT && HAS_UV; // G goes onto F̂∘X - ε; otherwise C is the one or the other
+// Where it measured faster, and where two products would need more registers than there are.
+constexpr bool STACKED = HAS_UQ && (FUSED != WIDE || !HAS_UV);
+static_assert(!STACKED || QUERIES <= 128, "a product has at most 256 columns");
 constexpr u32 K_BYTES = tile_bytes(KEYS, HEAD_DIM), V_BYTES = tile_bytes(KEYS, VALUE_DIM);
 constexpr u32 Q_BYTES = tile_bytes(QUERIES, HEAD_DIM), D_BYTES = tile_bytes(QUERIES, VALUE_DIM),
               STATISTICS = QUERIES * STATISTICS_BYTES;
-// A stage: Q, UQ, dO, statistics. Shared memory: K, UK, V, UV, the stages, dS and W of each warpgroup (64 keys wide),
-// the barriers.
-constexpr u32 UQ_AT = Q_BYTES, D_AT = 2 * Q_BYTES, STATISTICS_AT = D_AT + D_BYTES;
+constexpr int BUFFERS = FUSED && !WIDE ? 2 : 1; // of dS and W
+// A stage: Q, UQ (STACKED: a panel of Q, the same of UQ, and so on), dO, statistics. Shared memory: K, UK, V, UV, the
+// stages, buffers of dS and W of each warpgroup (64 keys wide), the barriers.
+constexpr int Q_ROWS = STACKED ? 2 * QUERIES : QUERIES; // of a panel
+constexpr u32 UQ_AT = STACKED ? QUERIES * 128 : Q_BYTES, D_AT = 2 * Q_BYTES, STATISTICS_AT = D_AT + D_BYTES;
 constexpr u32 STAGE_BYTES = STATISTICS_AT + round_up(STATISTICS, 1024),
               LOAD_BYTES = Q_BYTES + HAS_UQ * Q_BYTES + D_BYTES + STATISTICS;
 constexpr u32 V_AT = 2 * K_BYTES, RING = V_AT + 2 * V_BYTES, EXCHANGE = RING + STAGES * STAGE_BYTES,
-              PANEL = QUERIES * 128;
-constexpr u32 BARRIERS = EXCHANGE + FUSED * 4 * PANEL;
+              PANEL = QUERIES * 128, BUFFER_BYTES = KEYS / 64 * 2 * PANEL;
+constexpr u32 BARRIERS = EXCHANGE + FUSED * BUFFERS * BUFFER_BYTES;
 
 struct Maps {
     TensorMap q, uq, d, k, uk, v, uv;
@@ -43,115 +53,193 @@ struct Maps {
 typedef float Score[QUERIES / 2];
 typedef u32 Fragments[QUERIES / 16][4];
 
-DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ring, u32 keys_full, u32 tile_at,
-                 Place here, int begin, int tiles) {
-    int n = here.tile * KEYS - a.first_key;
-    barrier_expect(keys_full, (1 + HAS_UK) * K_BYTES + (TANGENT + HAS_UV) * V_BYTES);
-    load_tile<KEYS, HEAD_DIM>(base, maps.k, keys_full, n, here.head, here.batch);
-    if (HAS_UK)
-        load_tile<KEYS, HEAD_DIM>(base + K_BYTES, maps.uk, keys_full, n, here.head, here.batch);
-    if (TANGENT)
-        load_tile<KEYS, VALUE_DIM>(base + V_AT, maps.v, keys_full, n, here.head, here.batch);
-    if (HAS_UV)
-        load_tile<KEYS, VALUE_DIM>(base + V_AT + V_BYTES, maps.uv, keys_full, n, here.head, here.batch);
-#pragma unroll 1 // few registers
-    for (int head = here.head * a.group; head < (here.head + 1) * a.group; head++) {
-        int line = here.batch * a.query_heads + head;
-        const float4* statistics = a.statistics + i64(line) * a.padded_queries;
-#pragma unroll 1
-        for (int t = 0, m = begin; t < tiles; t++, m += QUERIES) {
-            u32 q = base + RING + ring.stage() * STAGE_BYTES;
-            ring.wait_empty();
-            store_shared(tile_at + 8 * ring.stage(), u32(m));
-            bool last = t + 1 == tiles && head + 1 == (here.head + 1) * a.group;
-            store_shared(tile_at + 8 * ring.stage() + 4, u32(last ? ~line : line));
-            u32 full = ring.announce(LOAD_BYTES);
-            load_tile<QUERIES, HEAD_DIM>(q, maps.q, full, m - a.first_query, head, here.batch);
-            if (HAS_UQ)
-                load_tile<QUERIES, HEAD_DIM>(q + UQ_AT, maps.uq, full, m - a.first_query, head, here.batch);
-            load_tile<QUERIES, VALUE_DIM>(q + D_AT, maps.d, full, m - a.first_query, head, here.batch);
-            load_bulk(q + STATISTICS_AT, statistics + m, STATISTICS, full);
-            ring.advance();
-        }
-    }
+// load_tile, score_into and gather of a tile of Q, UQ or both, whose panels have Q_ROWS rows.
+DEVICE void load_q(u32 to, const TensorMap& map, u32 bar, int row, int head, int batch) {
+#pragma unroll
+    for (int p = 0; p < panels(HEAD_DIM); p++)
+        load_tensor(to + p * Q_ROWS * 128, map, bar, 64 * p, row, head, batch);
+}
+template <int N>
+DEVICE void score_q(float (&s)[N], u32 a, u32 q, bool onto) {
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / 16; k++)
+        wgmma<2 * N, 0, 0>(s, by_columns<KEYS>(a, k), by_columns<Q_ROWS>(q, k), onto || k > 0);
+}
+DEVICE void gather_q(float (&acc)[HEAD_DIM / 2], const Fragments& p, u32 q) {
+#pragma unroll
+    for (int t = 0; t < QUERIES / 16; t++)
+        wgmma<HEAD_DIM, 1>(acc, p[t], by_rows<Q_ROWS>(q, t), true);
 }
 
-// gQ of one panel: Gᵀ (64 columns of the panel x QUERIES), summed over the 64·BLOCKS keys whose rows of UK, K and dS, W
-// begin at the addresses given.
-template <int BLOCKS>
-DEVICE void gather_queries(Score& g, u32 uk, u32 k, u32 ds, u32 w) {
+// The query heads of the group, and of each the tiles of queries that see these keys.
+struct QueryTiles {
+    int head, end_head, begin, end, m;
+    DEVICE QueryTiles(const Attention& a, Place here, Range queries)
+        : head(here.head * a.group), end_head(head + a.group), begin(queries.begin), end(queries.end), m(begin) {}
+    DEVICE bool more() const { return m < end && head < end_head; }
+    DEVICE bool last() const { return m + QUERIES >= end && head + 1 == end_head; }
+    DEVICE void advance() {
+        m = int(fresh(m + QUERIES)); // fresh: or everything made of m is a counter too
+        if (m >= end && head + 1 < end_head) {
+            head++;
+            m = begin;
+        }
+    }
+};
+
+DEVICE void load_keys(const Attention& a, const Maps& maps, u32 base, u32 bar, Place here) {
+    int n = here.tile * KEYS - a.first_key;
+    barrier_expect(bar, (1 + HAS_UK) * K_BYTES + (TANGENT + HAS_UV) * V_BYTES);
+    load_tile<KEYS, HEAD_DIM>(base, maps.k, bar, n, here.head, here.batch);
+    if (HAS_UK)
+        load_tile<KEYS, HEAD_DIM>(base + K_BYTES, maps.uk, bar, n, here.head, here.batch);
+    if (TANGENT)
+        load_tile<KEYS, VALUE_DIM>(base + V_AT, maps.v, bar, n, here.head, here.batch);
+    if (HAS_UV)
+        load_tile<KEYS, VALUE_DIM>(base + V_AT + V_BYTES, maps.uv, bar, n, here.head, here.batch);
+}
+DEVICE void load_queries(const Attention& a, const Maps& maps, u32 base, Ring<STAGES>& ring, u32 tile_at, int batch,
+                         QueryTiles& to) {
+    u32 q = base + RING + ring.stage() * STAGE_BYTES;
+    int m = to.m - a.first_query, line = batch * a.query_heads + to.head;
+    ring.wait_empty();
+    store_shared(tile_at + 8 * ring.stage(), u32(to.m));
+    store_shared(tile_at + 8 * ring.stage() + 4, u32(to.last() ? ~line : line));
+    u32 full = ring.announce(LOAD_BYTES);
+    load_q(q, maps.q, full, m, to.head, batch);
+    if (HAS_UQ)
+        load_q(q + UQ_AT, maps.uq, full, m, to.head, batch);
+    load_tile<QUERIES, VALUE_DIM>(q + D_AT, maps.d, full, m, to.head, batch);
+    load_bulk(q + STATISTICS_AT, a.statistics + i64(line) * a.padded_queries + to.m, STATISTICS, full);
+    ring.advance();
+    to.advance();
+}
+
+// Gᵀ of one panel of D: 64 columns x QUERIES, summed over the CTA's keys. k: the panel of K; buffer: dS and W.
+DEVICE void sum_queries(Score& g, u32 k, u32 buffer) {
+    u32 uk = k + K_BYTES, ds = buffer, w = buffer + PANEL;
 #pragma unroll
-    for (int t = 0; HAS_UK && t < 4 * BLOCKS; t++)
+    for (int t = 0; HAS_UK && t < KEYS / 16; t++)
         wgmma<QUERIES, 1, 0>(g, by_rows<KEYS>(uk, t), by_columns<2 * QUERIES>(ds, t), t > 0);
 #pragma unroll
-    for (int t = 0; t < 4 * BLOCKS; t++)
+    for (int t = 0; t < KEYS / 16; t++)
         wgmma<QUERIES, 1, 0>(g, by_rows<KEYS>(k, t), by_columns<2 * QUERIES>(w, t), HAS_UK || t > 0);
+}
+
+// The last warpgroup: its first thread loads; APART, all of it sums gQ from what the others have stored.
+DEVICE void serve(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ring, Ring<BUFFERS> exchange,
+                  u32 keys_full, u32 tile_at, Place here, Range queries) {
+    bool loads = threadIdx.x == MATH_THREADS;
+    QueryTiles ahead(a, here, queries);
+    if (loads) {
+        load_keys(a, maps, base, keys_full, here);
+        for (int s = 0; s < STAGES && ahead.more(); s++)
+            load_queries(a, maps, base, ring, tile_at, here.batch, ahead);
+    }
+    if (!APART) {
+#pragma unroll 1
+        while (loads && ahead.more())
+            load_queries(a, maps, base, ring, tile_at, here.batch, ahead);
+        return;
+    }
+    barrier_wait(keys_full, 0);
+#pragma unroll 1
+    for (QueryTiles now(a, here, queries); now.more(); now.advance()) {
+        u32 k = uniform(fresh(base));
+        float* to = a.accumulator + i64(here.batch * a.query_heads + now.head) * a.padded_queries * ACCUMULATOR_DIM;
+        exchange.wait();
+#pragma unroll
+        for (int p = 0; p < panels(HEAD_DIM); p++) {
+            Score g;
+            wgmma_fence();
+            sum_queries(g, k + p * KEYS * 128, base + EXCHANGE + exchange.stage() * BUFFER_BYTES);
+            wgmma_commit();
+            if (p == 0 && loads && ahead.more())
+                load_queries(a, maps, base, ring, tile_at, here.batch, ahead);
+            wgmma_wait<0>();
+            settle(g);
+            if (p == panels(HEAD_DIM) - 1)
+                exchange.release();
+            reduce_queries(to, now.m, p, g);
+        }
+        exchange.advance();
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     bob_columns(const __grid_constant__ Attention a, const __grid_constant__ Maps maps) {
     u32 base = shared_base(), keys_full = base + BARRIERS;
-    u32 place_at = keys_full + 8 + Ring<STAGES>::BYTES, tile_at = place_at + 16;
     Ring<STAGES> ring(keys_full + 8);
+    Ring<BUFFERS> exchange(ring.full + ring.BYTES);
+    u32 place_at = exchange.full + exchange.BYTES, tile_at = place_at + 16;
     // Under a causal mask the first keys are seen by the most queries: the longest tiles come first as they are.
     i64 streamed = i64(a.queries) * (4 * HEAD_DIM + 2 * VALUE_DIM + STATISTICS_BYTES + FUSED * 4 * HEAD_DIM) * a.group;
     Place here = place(blockIdx.x, (a.keys + KEYS - 1) / KEYS, a.key_heads, a.batches, streamed);
     if (threadIdx.x == 0) {
         barrier_init(keys_full, 1);
-        ring.init(256);
+        ring.init(MATH_THREADS);
+        for (int e = 0; e < BUFFERS; e++) {
+            barrier_init(exchange.full + 8 * e, MATH_THREADS);
+            barrier_init(exchange.empty + 8 * e, APART ? 4 : 8);
+        }
         barrier_init_fence();
         store_place(place_at, here);
     }
     sync_threads();
     int n = here.tile * KEYS;
-    Band band(a);
-    Range queries = band.queries_of(n, KEYS);
+    Range queries = Band(a).queries_of(n, KEYS);
     queries.begin = queries.begin / QUERIES * QUERIES; // the accumulator knows tiles of 8 queries, the statistics pairs
-    int tiles = max(0, (queries.end - queries.begin + QUERIES - 1) / QUERIES);
 
-    if (threadIdx.x >= 256) {
-        registers_shrink<24>();
-        if (threadIdx.x == 256)
-            load(a, maps, base, ring, keys_full, tile_at, here, queries.begin, tiles);
+    if (threadIdx.x >= MATH_THREADS) {
+        registers_shrink<SERVICE_REGISTERS>();
+        serve(a, maps, base, ring, exchange, keys_full, tile_at, here, queries);
         return;
     }
 
-    registers_grow<240>();
+    registers_grow<MATH_REGISTERS>();
     int wg = warpgroup_id();
-    u32 ds_to = base + EXCHANGE + wg * 2 * PANEL, w_to = ds_to + PANEL;
-    float tau = a.scale, c = tau * LOG2E;
+    float c = a.scale * LOG2E;
     float acc_k[HEAD_DIM / 2], acc_v[VALUE_DIM / 2];
-    Score s, f, x;
+    float sf[QUERIES]; // S and F: one accumulator when STACKED
+    Score &s = reinterpret_cast<Score&>(sf), &f = reinterpret_cast<Score&>(sf[QUERIES / 2]), x;
     Fragments p, ds, w;
     clear(acc_k);
     clear(acc_v);
     barrier_wait(keys_full, 0);
 
-    // Where the CTA and the tile are, and whether it is the last (a negative line), is read from shared memory when it
-    // is needed: the loop has no registers for it.
+    // Where the CTA and the tile are, and whether it is the last, is read from shared memory when it is needed: the
+    // loop has no registers for it.
 #pragma unroll 1
-    for (bool more = tiles > 0; more;) {
+    for (bool more = queries.begin < queries.end; more;) {
         u32 tile = uniform(fresh(base)), k = tile + wg * 8192, uk = k + K_BYTES, v = k + V_AT, uv = v + V_BYTES;
         u32 q = base + RING + ring.stage() * STAGE_BYTES, uq = q + UQ_AT, d = q + D_AT,
             pair = q + STATISTICS_AT + lane_id() % 4 * 32;
         ring.wait();
         wgmma_fence();
-        score_into<HEAD_DIM, KEYS>(s, k, q, false);
-        wgmma_commit();
-        if (HAS_UQ)
-            score_into<HEAD_DIM, KEYS>(f, k, uq, false);
-        if (HAS_UK)
-            score_into<HEAD_DIM, KEYS>(f, uk, q, HAS_UQ);
-        wgmma_commit();
-        if (TANGENT)
-            score_into<VALUE_DIM, KEYS>(x, v, d, false);
-        else
-            score_into<VALUE_DIM, KEYS>(x, uv, d, false);
-        wgmma_commit();
-
-        int first = load_place(place_at).tile * KEYS + wg * 64, m = load_shared_int(tile_at + 8 * ring.stage());
-        wgmma_wait<2>();
-        settle(s);
+        if (STACKED) {
+            score_q(sf, k, q, false);
+            wgmma_commit();
+            if (HAS_UK)
+                score_q(x, uk, q, false); // products in flight on one accumulator have one shape: not onto F
+            wgmma_commit();
+            wgmma_wait<1>();
+            settle(sf);
+        } else {
+            score_q(s, k, q, false);
+            wgmma_commit();
+            if (HAS_UQ)
+                score_q(f, k, uq, false);
+            if (HAS_UK)
+                score_q(f, uk, q, HAS_UQ);
+            wgmma_commit();
+            if (TANGENT)
+                score_into<VALUE_DIM, KEYS>(x, v, d, false);
+            else
+                score_into<VALUE_DIM, KEYS>(x, uv, d, false);
+            wgmma_commit();
+            wgmma_wait<2>();
+            settle(s);
+        }
 #pragma unroll
         for (int b = 0; b < QUERIES / 8; b++) {
             float2 l = load_shared_2(pair + b * 128);
@@ -159,18 +247,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (int j = 0; j < 4; j++)
                 s[4 * b + j] = exp2_approx(s[4 * b + j] * c - (j % 2 ? l.y : l.x));
         }
+        int first = load_place(place_at).tile * KEYS + wg * 64, m = load_shared_int(tile_at + 8 * ring.stage());
+        Band band(a); // made anew for each tile, or its sums occupy registers through the loop
+        band.low = a.shift - int(fresh(a.left));
+        band.high = a.shift + int(fresh(a.right));
         if (!band.inside(m, QUERIES, first, 64))
             drop_transposed(s, m, first + warp_id() * 16 + lane_id() / 4,
                             [&](int i, int j) { return band.flows(i, j); });
-        wgmma_wait<1>();
+        if (STACKED) {
+            wgmma_wait<0>();
+            if (HAS_UK) {
+                settle(x);
+#pragma unroll
+                for (int i = 0; i < QUERIES / 2; i++)
+                    f[i] += x[i];
+            }
+            wgmma_fence();
+            score_into<VALUE_DIM, KEYS>(x, v, d, false);
+            wgmma_commit();
+        } else {
+            wgmma_wait<1>();
+            if (TANGENT)
+                settle(f);
+        }
         if (TANGENT) {
-            settle(f);
 #pragma unroll
             for (int b = 0; b < QUERIES / 8; b++) {
                 float2 alpha = load_shared_2(pair + b * 128 + 8);
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    f[4 * b + j] = f[4 * b + j] * tau - (j % 2 ? alpha.y : alpha.x);
+                    f[4 * b + j] = f[4 * b + j] * a.scale - (j % 2 ? alpha.y : alpha.x);
 #pragma unroll
                 for (int j = 0; j < 2; j++)
                     p[b / 2][b % 2 * 2 + j] =
@@ -213,10 +319,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             score_into<VALUE_DIM, KEYS>(x, uv, d, true);
         wgmma_commit();
         if (HAS_UQ)
-            gather(acc_k, ds, uq);
+            gather_q(acc_k, ds, uq);
         wgmma_commit();
+        u32 ds_to = base + EXCHANGE + exchange.stage() * BUFFER_BYTES + wg * 2 * PANEL;
+        if (FUSED)
+            exchange.wait_empty();
         if (STORE_DS)
-            store_transposed(ds_to, ds);
+            store_transposed(fresh(ds_to), ds); // fresh: or each thread's place in the panel occupies a register
         if (FINISH_C) {
             wgmma_wait<1>();
             settle(x);
@@ -227,40 +336,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             to_fragments(w, s);
         }
         wgmma_fence();
-        gather(acc_k, w, q);
+        gather_q(acc_k, w, q);
         wgmma_commit();
-        Score g[SHARE ? 1 : panels(HEAD_DIM)];
+        Score g;
         if (FUSED) {
-            store_transposed(w_to, w);
+            store_transposed(fresh(ds_to + PANEL), w);
             proxy_fence();
-            sync_named(SHARE ? 1 : 1 + wg, SHARE ? 256 : 128); // dS and W are stored
+            barrier_arrive(exchange.full + 8 * exchange.stage());
+        }
+        if (FUSED && !APART) {
+            exchange.wait();
             wgmma_fence();
-            if (SHARE)
-                gather_queries<2>(g[0], tile + K_BYTES + wg * KEYS * 128, tile + wg * KEYS * 128, tile + EXCHANGE,
-                                  tile + EXCHANGE + PANEL);
-            else
-                gather_queries<1>(g[0], uk, k, ds_to, w_to);
+            sum_queries(g, tile + wg * KEYS * 128, tile + EXCHANGE);
             wgmma_commit();
         }
-        int at = load_shared_int(tile_at + 8 * ring.stage()), line = load_shared_int(tile_at + 8 * ring.stage() + 4);
+        m = load_shared_int(tile_at + 8 * ring.stage());
+        int line = load_shared_int(tile_at + 8 * ring.stage() + 4);
         more = line >= 0;
-        line = more ? line : ~line;
         wgmma_wait<0>();
         keep(p);
         keep(ds);
         keep(w);
         settle(acc_k);
         settle(acc_v);
+        if (FUSED && !APART) {
+            settle(g);
+            exchange.release();
+            line = more ? line : ~line;
+            reduce_queries(a.accumulator + i64(line) * a.padded_queries * ACCUMULATOR_DIM, m, wg, g);
+        }
+        if (FUSED)
+            exchange.advance();
         ring.release_by_lanes();
         ring.advance();
-        if (FUSED) {
-            settle(g[0]);
-            reduce_queries(a.accumulator + i64(line) * a.padded_queries * ACCUMULATOR_DIM, at, SHARE ? wg : 0, g[0]);
-            sync_named(SHARE ? 3 : 1 + wg, SHARE ? 256 : 128); // dS and W may be overwritten
-        }
     }
     here = load_place(place_at);
     int key = here.tile * KEYS + threadIdx.x / 32 * 16 + lane_id() / 4;
-    store_rows(a.out_k, here.batch, here.head, key, a.keys, a.dim, acc_k, tau);
+    store_rows(a.out_k, here.batch, here.head, key, a.keys, a.dim, acc_k, a.scale);
     store_rows(a.out_v, here.batch, here.head, key, a.keys, a.value_dim, acc_v, 1.f);
 }

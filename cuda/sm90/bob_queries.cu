@@ -5,13 +5,12 @@
 // A CTA owns QUERIES queries of one head, 64 a warpgroup. Q, UQ and dO stay in shared memory; (K, UK) and (V, UV)
 // stream past on two rings, last keys first. As in bob_rows the scores of one tile are issued before the second
 // products of the tile before it; the ring of K is one stage deeper, because its tiles are read a second time there.
-#include "tiles.cuh"
+#include "row_tiles.cuh"
 
 constexpr bool TANGENT = HAS_UQ || HAS_UK;
 static_assert(TANGENT || HAS_UV, "with no cotangent every result is zero and nothing is to be launched");
-static_assert(QUERIES == 128 && KEYS % 16 == 0, "64 queries a warpgroup, 16 keys an A fragment");
 
-constexpr int THREADS = 384, K_STAGES = STAGES + 1;
+constexpr int K_STAGES = STAGES + 1;
 constexpr u32 Q_BYTES = tile_bytes(QUERIES, HEAD_DIM), D_BYTES = tile_bytes(QUERIES, VALUE_DIM);
 constexpr u32 K_BYTES = tile_bytes(KEYS, HEAD_DIM), V_BYTES = tile_bytes(KEYS, VALUE_DIM);
 // Shared memory: Q, UQ, dO, then K_STAGES of K, UK, then STAGES of V, UV, then the barriers.
@@ -21,9 +20,6 @@ constexpr u32 BARRIERS = V_RING + STAGES * 2 * V_BYTES;
 struct Maps {
     TensorMap q, uq, d, k, uk, v, uv;
 };
-
-typedef float Score[KEYS / 2];
-typedef u32 Fragments[KEYS / 16][4];
 
 // Four groups: S; F; dO Vᵀ; G. Those that are not needed are empty.
 DEVICE void issue_scores(Score& s, Score& f, Score& x, Score& g, u32 q, u32 d, u32 k, u32 v) {
@@ -75,28 +71,15 @@ DEVICE void elements(Score& s, Score& f, Score& x, const Score& g, float tau, co
 }
 
 DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<K_STAGES> ks, Ring<STAGES> vs, u32 q_full,
-                 Place here, int m, int n, int tiles) {
-    int key_head = here.head / a.group;
+                 const RowTile& t, KeyTiles keys) {
     barrier_expect(q_full, (1 + HAS_UQ) * Q_BYTES + D_BYTES);
-    load_tile<QUERIES, HEAD_DIM>(base, maps.q, q_full, m - a.first_query, here.head, here.batch);
+    load_queries<HEAD_DIM>(a, t, base, maps.q, q_full);
     if (HAS_UQ)
-        load_tile<QUERIES, HEAD_DIM>(base + Q_BYTES, maps.uq, q_full, m - a.first_query, here.head, here.batch);
-    load_tile<QUERIES, VALUE_DIM>(base + D_AT, maps.d, q_full, m - a.first_query, here.head, here.batch);
-#pragma unroll 1 // few registers
-    for (int t = 0; t < tiles; t++, n -= KEYS) {
-        u32 k = base + K_RING + ks.stage() * 2 * K_BYTES, v = base + V_RING + vs.stage() * 2 * V_BYTES;
-        u32 full = ks.fill((1 + HAS_UK) * K_BYTES);
-        load_tile<KEYS, HEAD_DIM>(k, maps.k, full, n - a.first_key, key_head, here.batch);
-        if (HAS_UK)
-            load_tile<KEYS, HEAD_DIM>(k + K_BYTES, maps.uk, full, n - a.first_key, key_head, here.batch);
-        full = vs.fill((TANGENT + HAS_UV) * V_BYTES);
-        if (TANGENT)
-            load_tile<KEYS, VALUE_DIM>(v, maps.v, full, n - a.first_key, key_head, here.batch);
-        if (HAS_UV)
-            load_tile<KEYS, VALUE_DIM>(v + V_BYTES, maps.uv, full, n - a.first_key, key_head, here.batch);
-        ks.advance();
-        vs.advance();
-    }
+        load_queries<HEAD_DIM>(a, t, base + Q_BYTES, maps.uq, q_full);
+    load_queries<VALUE_DIM>(a, t, base + D_AT, maps.d, q_full);
+    load_keys(
+        a, t, keys, Stream<HEAD_DIM, 2, K_STAGES>{ks, base + K_RING, {&maps.k, HAS_UK ? &maps.uk : nullptr}},
+        Stream<VALUE_DIM, 2, STAGES>{vs, base + V_RING, {TANGENT ? &maps.v : nullptr, HAS_UV ? &maps.uv : nullptr}});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -104,38 +87,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     u32 base = shared_base(), q_full = base + BARRIERS;
     Ring<K_STAGES> ks(q_full + 8);
     Ring<STAGES> vs(q_full + 8 + Ring<K_STAGES>::BYTES);
-    if (threadIdx.x == 0) {
-        barrier_init(q_full, 1);
-        ks.init(8);
-        vs.init(8);
-        barrier_init_fence();
-    }
-    sync_threads();
-
-    int query_tiles = (a.queries + QUERIES - 1) / QUERIES;
-    Place here = place(blockIdx.x, query_tiles, a.query_heads, a.batches,
-                       i64(a.keys) * (4 * HEAD_DIM + 4 * VALUE_DIM) / a.group);
-    int m = (MASK_RIGHT ? query_tiles - 1 - here.tile : here.tile) * QUERIES;
+    init_barriers(q_full, ks, vs);
+    RowTile t = row_tile(a, 4 * HEAD_DIM + 4 * VALUE_DIM);
     Band band(a);
-    Range range = band.keys_of(m, QUERIES);
-    int tiles = range.end > range.begin ? (range.end - range.begin + KEYS - 1) / KEYS : 0;
-    int n = range.begin + (tiles - 1) * KEYS;
-
-    if (threadIdx.x >= 256) {
-        registers_shrink<24>();
-        if (threadIdx.x == 256 && tiles > 0)
-            load(a, maps, base, ks, vs, q_full, here, m, n, tiles);
+    KeyTiles keys = key_tiles(band, t);
+    if (loading_warpgroup()) {
+        if (threadIdx.x == MATH_THREADS && keys.count > 0)
+            load(a, maps, base, ks, vs, q_full, t, keys);
         return;
     }
 
-    registers_grow<240>();
-    int wg = warpgroup_id(), first = m + wg * 64, row = first + warp_id() * 16 + lane_id() / 4;
+    int wg = warpgroup_id(), n = keys.n, first = t.m + wg * 64, row = first + warp_id() * 16 + lane_id() / 4;
     float tau = a.scale, c = tau * LOG2E, acc[HEAD_DIM / 2];
     clear(acc);
-    if (tiles > 0) {
+    if (keys.count > 0) {
         Rows rows;
-        const float* statistics = reinterpret_cast<const float*>(
-            a.statistics + (i64(here.batch) * a.query_heads + here.head) * a.padded_queries);
+        const float* statistics =
+            reinterpret_cast<const float*>(a.statistics + (i64(t.batch) * a.query_heads + t.head) * a.padded_queries);
 #pragma unroll
         for (int h = 0; h < 2; h++)
             load_statistics(statistics, row + 8 * h, rows.l2[h], rows.delta[h], rows.alpha[h], rows.epsilon[h]);
@@ -164,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         elements(s, f, x, g, tau, rows);
         to_fragments(ds, x);
         to_fragments(w, s);
-        for (int t = 1; t < tiles; t++) {
+        for (int i = 1; i < keys.count; i++) {
             n -= KEYS;
             u32 tile = uniform(fresh(base)), q = tile + wg * 8192, before = tile + K_RING + ks.stage() * 2 * K_BYTES;
             Ring<K_STAGES> next = ks;
@@ -199,5 +167,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         keep(ds);
         keep(w);
     }
-    store_rows(a.out_q, here.batch, here.head, row, a.queries, a.dim, acc, tau);
+    store_rows(a.out_q, t.batch, t.head, row, a.queries, a.dim, acc, tau);
 }

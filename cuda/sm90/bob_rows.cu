@@ -8,14 +8,11 @@
 // before it, whose A fragments come straight from accumulators: the element-wise work on the scores runs under those
 // products, and the two warpgroups fill each other's gaps. Meanwhile the idle warps zero the rows of the fp32
 // accumulator that the column pass adds gQ to.
-#include "tiles.cuh"
+#include "row_tiles.cuh"
 
 constexpr bool TANGENT = HAS_UQ || HAS_UK;
 static_assert(TANGENT || HAS_UV, "with no cotangent every result is zero and nothing is to be launched");
-static_assert(QUERIES % 64 == 0 && KEYS % 16 == 0, "64 queries a warpgroup, 16 keys an A fragment");
 
-constexpr int WARPGROUPS = QUERIES / 64, MATH_THREADS = 128 * WARPGROUPS, THREADS = MATH_THREADS + 128;
-constexpr int MATH_REGISTERS = WARPGROUPS == 2 ? 240 : 160, LOAD_REGISTERS = WARPGROUPS == 2 ? 24 : 32;
 constexpr u32 Q_BYTES = tile_bytes(QUERIES, HEAD_DIM), K_BYTES = tile_bytes(KEYS, HEAD_DIM),
               V_BYTES = tile_bytes(KEYS, VALUE_DIM);
 // Shared memory: Q, UQ, then STAGES of K, UK, V, UV, then the barriers.
@@ -26,7 +23,7 @@ struct Maps {
 };
 
 // Two groups: S; then F.
-DEVICE void issue_scores(float (&s)[KEYS / 2], float (&f)[KEYS / 2], u32 q, u32 k) {
+DEVICE void issue_scores(Score& s, Score& f, u32 q, u32 k) {
     wgmma_fence();
     score_into<HEAD_DIM, QUERIES>(s, q, k, false);
     wgmma_commit();
@@ -37,8 +34,7 @@ DEVICE void issue_scores(float (&s)[KEYS / 2], float (&f)[KEYS / 2], u32 q, u32 
     wgmma_commit();
 }
 // One group.
-DEVICE void issue_values(float (&acc)[VALUE_DIM / 2], const u32 (&p)[KEYS / 16][4], const u32 (&pf)[KEYS / 16][4],
-                         u32 v) {
+DEVICE void issue_values(float (&acc)[VALUE_DIM / 2], const Fragments& p, const Fragments& pf, u32 v) {
     wgmma_fence();
     if (TANGENT)
         gather(acc, pf, v);
@@ -54,13 +50,13 @@ struct Rows {
     float tau, c, l2[2], alpha[2];
 
     // S -> P, of the keys from n on.
-    DEVICE void probabilities(float (&s)[KEYS / 2], int n) const {
+    DEVICE void probabilities(Score& s, int n) const {
         exponential(s, c, l2);
         if (!band.inside(first, 64, n, KEYS))
             drop(s, row, n, 0.f, [&](int i, int j) { return band.sees(i, j); });
     }
     // F -> P∘F, which counts for α where it is seen and for gdO where it can differ from αP.
-    DEVICE void tangent(const float (&s)[KEYS / 2], float (&f)[KEYS / 2], int n) {
+    DEVICE void tangent(const Score& s, Score& f, int n) {
         if (TANGENT) {
 #pragma unroll
             for (int i = 0; i < KEYS / 2; i++) {
@@ -74,59 +70,32 @@ struct Rows {
 };
 
 DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ks, Ring<STAGES> vs, u32 q_full,
-                 Place here, int m, int n, int tiles) {
-    int key_head = here.head / a.group;
+                 const RowTile& t, KeyTiles keys) {
     barrier_expect(q_full, HAS_UQ ? 2 * Q_BYTES : Q_BYTES);
-    load_tile<QUERIES, HEAD_DIM>(base, maps.q, q_full, m - a.first_query, here.head, here.batch);
+    load_queries<HEAD_DIM>(a, t, base, maps.q, q_full);
     if (HAS_UQ)
-        load_tile<QUERIES, HEAD_DIM>(base + Q_BYTES, maps.uq, q_full, m - a.first_query, here.head, here.batch);
-#pragma unroll 1 // few registers
-    for (int t = 0; t < tiles; t++, n -= KEYS) {
-        u32 k = base + K_RING + ks.stage() * 2 * K_BYTES, v = base + V_RING + vs.stage() * 2 * V_BYTES;
-        u32 full = ks.fill(HAS_UK ? 2 * K_BYTES : K_BYTES);
-        load_tile<KEYS, HEAD_DIM>(k, maps.k, full, n - a.first_key, key_head, here.batch);
-        if (HAS_UK)
-            load_tile<KEYS, HEAD_DIM>(k + K_BYTES, maps.uk, full, n - a.first_key, key_head, here.batch);
-        full = vs.fill(TANGENT && HAS_UV ? 2 * V_BYTES : V_BYTES);
-        if (TANGENT)
-            load_tile<KEYS, VALUE_DIM>(v, maps.v, full, n - a.first_key, key_head, here.batch);
-        if (HAS_UV)
-            load_tile<KEYS, VALUE_DIM>(v + V_BYTES, maps.uv, full, n - a.first_key, key_head, here.batch);
-        ks.advance();
-        vs.advance();
-    }
+        load_queries<HEAD_DIM>(a, t, base + Q_BYTES, maps.uq, q_full);
+    load_keys(
+        a, t, keys, Stream<HEAD_DIM, 2, STAGES>{ks, base + K_RING, {&maps.k, HAS_UK ? &maps.uk : nullptr}},
+        Stream<VALUE_DIM, 2, STAGES>{vs, base + V_RING, {TANGENT ? &maps.v : nullptr, HAS_UV ? &maps.uv : nullptr}});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     bob_rows(const __grid_constant__ Attention a, const __grid_constant__ Maps maps) {
     u32 base = shared_base(), q_full = base + BARRIERS;
     Ring<STAGES> ks(q_full + 8), vs(q_full + 8 + Ring<STAGES>::BYTES);
-    if (threadIdx.x == 0) {
-        barrier_init(q_full, 1);
-        ks.init(4 * WARPGROUPS);
-        vs.init(4 * WARPGROUPS);
-        barrier_init_fence();
-    }
-    sync_threads();
-
-    int query_tiles = (a.queries + QUERIES - 1) / QUERIES;
-    Place here = place(blockIdx.x, query_tiles, a.query_heads, a.batches,
-                       i64(a.keys) * (4 * HEAD_DIM + 4 * VALUE_DIM) / a.group);
-    int m = (MASK_RIGHT ? query_tiles - 1 - here.tile : here.tile) * QUERIES;
-    bool last = m + QUERIES >= a.queries;
-    i64 line = i64(here.batch) * a.query_heads + here.head;
+    init_barriers(q_full, ks, vs);
+    RowTile t = row_tile(a, 4 * HEAD_DIM + 4 * VALUE_DIM);
+    i64 line = i64(t.batch) * a.query_heads + t.head;
+    bool last = t.m + QUERIES >= a.queries;
     Band band(a);
-    Range range = band.keys_of(m, QUERIES);
-    int tiles = range.end > range.begin ? (range.end - range.begin + KEYS - 1) / KEYS : 0;
-    int n = range.begin + (tiles - 1) * KEYS;
-
-    if (threadIdx.x >= MATH_THREADS) {
-        registers_shrink<LOAD_REGISTERS>();
-        if (threadIdx.x == MATH_THREADS && tiles > 0) {
-            load(a, maps, base, ks, vs, q_full, here, m, n, tiles);
+    KeyTiles keys = key_tiles(band, t);
+    if (loading_warpgroup()) {
+        if (threadIdx.x == MATH_THREADS && keys.count > 0) {
+            load(a, maps, base, ks, vs, q_full, t, keys);
         } else if (threadIdx.x >= MATH_THREADS + 32 && a.accumulator) {
-            float4* rows = reinterpret_cast<float4*>(a.accumulator + (line * a.padded_queries + m) * ACCUMULATOR_DIM);
-            int count = (last ? a.padded_queries - m : QUERIES) * (ACCUMULATOR_DIM / 4);
+            float4* rows = reinterpret_cast<float4*>(a.accumulator + (line * a.padded_queries + t.m) * ACCUMULATOR_DIM);
+            int count = (last ? a.padded_queries - t.m : QUERIES) * (ACCUMULATOR_DIM / 4);
 #pragma unroll 4
             for (int i = threadIdx.x - MATH_THREADS - 32; i < count; i += 96)
                 rows[i] = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -134,22 +103,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
 
-    registers_grow<MATH_REGISTERS>();
-    int first = m + warpgroup_id() * 64, row = first + warp_id() * 16 + lane_id() / 4;
+    int n = keys.n, first = t.m + warpgroup_id() * 64, row = first + warp_id() * 16 + lane_id() / 4;
     Rows rows = {band, first, row, a.scale, a.scale * LOG2E, {}, {0.f, 0.f}};
     float acc[VALUE_DIM / 2];
     clear(acc);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         bool real = row + 8 * h >= a.first_query && row + 8 * h < a.queries;
-        float l = real ? *at<const float>(a.lse, here.batch, here.head, row + 8 * h) * LOG2E : INFINITY_F;
+        float l = real ? *at<const float>(a.lse, t.batch, t.head, row + 8 * h) * LOG2E : INFINITY_F;
         rows.l2[h] = l == -INFINITY_F ? INFINITY_F : l; // no key: P must be 0
     }
 
-    if (tiles > 0) {
+    if (keys.count > 0) {
         u32 q = base + warpgroup_id() * 8192;
-        float s[KEYS / 2], f[KEYS / 2];
-        u32 p[KEYS / 16][4], pf[KEYS / 16][4];
+        Score s, f;
+        Fragments p, pf;
         barrier_wait(q_full, 0);
         ks.wait();
         issue_scores(s, f, q, base + K_RING);
@@ -163,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         rows.tangent(s, f, n);
         to_fragments(p, s);
         to_fragments(pf, f);
-        for (int t = 1; t < tiles; t++) {
+        for (int i = 1; i < keys.count; i++) {
             n -= KEYS;
             ks.wait();
             issue_scores(s, f, q, base + K_RING + ks.stage() * 2 * K_BYTES);
@@ -202,9 +170,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         float alpha = row_sum(rows.alpha[h]), shift = band.alone(r) ? 0.f : alpha;
         float delta = 0.f, epsilon = 0.f;
         if (r < a.queries) {
-            const u16* o = at<const u16>(a.o, here.batch, here.head, r) + lane_id() % 4 * 2;
-            const u16* d = at<const u16>(a.d, here.batch, here.head, r) + lane_id() % 4 * 2;
-            u16* out = at<u16>(a.out_o, here.batch, here.head, r) + lane_id() % 4 * 2;
+            const u16* o = at<const u16>(a.o, t.batch, t.head, r) + lane_id() % 4 * 2;
+            const u16* d = at<const u16>(a.d, t.batch, t.head, r) + lane_id() % 4 * 2;
+            u16* out = at<u16>(a.out_o, t.batch, t.head, r) + lane_id() % 4 * 2;
 #pragma unroll
             for (int b = 0; b < VALUE_DIM / 8; b++) {
                 if (8 * b >= a.value_dim)
@@ -227,15 +195,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         epsilon = row_sum(epsilon);
         if (lane_id() % 4 == 0) {
             if (a.out_lse.data && r < a.queries)
-                *at<float>(a.out_lse, here.batch, here.head, r) = alpha;
+                *at<float>(a.out_lse, t.batch, t.head, r) = alpha;
             if (a.statistics && r < a.padded_queries) {
                 if (real && a.dlse.data)
-                    delta -= *at<const float>(a.dlse, here.batch, here.head, r);
+                    delta -= *at<const float>(a.dlse, t.batch, t.head, r);
                 store_statistics(statistics, r, rows.l2[h], delta, alpha, epsilon);
             }
         }
     }
     if (a.statistics && last) // other kernels' tiles may reach further than this one's
-        for (int r = m + QUERIES + threadIdx.x; r < a.padded_queries; r += MATH_THREADS)
+        for (int r = t.m + QUERIES + threadIdx.x; r < a.padded_queries; r += MATH_THREADS)
             store_statistics(statistics, r, INFINITY_F, 0.f, 0.f, 0.f);
 }

@@ -5,19 +5,15 @@
 // runs under that product. Up to 64 columns the warpgroups issue in turn, so that one computes its softmax while the
 // tensor cores have the products of another. The m subtracted need not be the maximum, only near it: it moves, and O is
 // scaled, when the maximum has outgrown it by a factor of 2^SLACK. A row with no key keeps l = 0: O = 0, L = -inf.
-#include "tiles.cuh"
+#include "row_tiles.cuh"
 
-static_assert(QUERIES % 64 == 0 && KEYS % 16 == 0, "64 queries a warpgroup, 16 keys an A fragment");
-
-constexpr int WARPGROUPS = QUERIES / 64, MATH_THREADS = 128 * WARPGROUPS, THREADS = MATH_THREADS + 128;
-constexpr int MATH_REGISTERS = WARPGROUPS == 2 ? 240 : 160, LOAD_REGISTERS = WARPGROUPS == 2 ? 24 : 32;
 constexpr u32 Q_BYTES = tile_bytes(QUERIES, HEAD_DIM), K_BYTES = tile_bytes(KEYS, HEAD_DIM),
               V_BYTES = tile_bytes(KEYS, VALUE_DIM);
 // Shared memory: Q, then STAGES of K, then of V, then the barriers.
 constexpr u32 V_RING = Q_BYTES + STAGES * K_BYTES, BARRIERS = V_RING + STAGES * V_BYTES;
 // Where exponentials and tensor cores take equally long the warpgroups alternate; wider products hide the exponentials
 // better when nobody waits for a turn.
-constexpr bool TURNS = HEAD_DIM <= 64 && VALUE_DIM <= 64;
+constexpr bool TURNS = WARPGROUPS > 1 && HEAD_DIM <= 64 && VALUE_DIM <= 64;
 constexpr float SLACK = 8.f; // exp(S - m) up to 2^8 loses nothing: it is far from the end of either half-precision type
 constexpr float LOWEST = -3.4028235e38f; // below every score, yet LOWEST - LOWEST is a number
 
@@ -25,23 +21,12 @@ struct Maps {
     TensorMap q, k, v;
 };
 
-typedef float Score[KEYS / 2];
-typedef u32 Fragments[KEYS / 16][4];
-
 DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ks, Ring<STAGES> vs, u32 q_full,
-                 Place here, int m, int n, int tiles) {
-    int key_head = here.head / a.group;
+                 const RowTile& t, KeyTiles keys) {
     barrier_expect(q_full, Q_BYTES);
-    load_tile<QUERIES, HEAD_DIM>(base, maps.q, q_full, m - a.first_query, here.head, here.batch);
-#pragma unroll 1 // few registers
-    for (int t = 0; t < tiles; t++, n -= KEYS) {
-        load_tile<KEYS, HEAD_DIM>(base + Q_BYTES + ks.stage() * K_BYTES, maps.k, ks.fill(K_BYTES), n - a.first_key,
-                                  key_head, here.batch);
-        load_tile<KEYS, VALUE_DIM>(base + V_RING + vs.stage() * V_BYTES, maps.v, vs.fill(V_BYTES), n - a.first_key,
-                                   key_head, here.batch);
-        ks.advance();
-        vs.advance();
-    }
+    load_queries<HEAD_DIM>(a, t, base, maps.q, q_full);
+    load_keys(a, t, keys, Stream<HEAD_DIM, 1, STAGES>{ks, base + Q_BYTES, {&maps.k}},
+              Stream<VALUE_DIM, 1, STAGES>{vs, base + V_RING, {&maps.v}});
 }
 
 // The warpgroups' turns at the tensor cores: each waits at its own barrier for the one before it.
@@ -124,46 +109,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     forward(const __grid_constant__ Attention a, const __grid_constant__ Maps maps) {
     u32 base = shared_base(), q_full = base + BARRIERS;
     Ring<STAGES> ks(q_full + 8), vs(q_full + 8 + Ring<STAGES>::BYTES);
-    if (threadIdx.x == 0) {
-        barrier_init(q_full, 1);
-        ks.init(4 * WARPGROUPS);
-        vs.init(4 * WARPGROUPS);
-        barrier_init_fence();
-    }
-    sync_threads();
-
-    int query_tiles = (a.queries + QUERIES - 1) / QUERIES;
-    Place here = place(blockIdx.x, query_tiles, a.query_heads, a.batches,
-                       i64(a.keys) * (2 * HEAD_DIM + 2 * VALUE_DIM) / a.group);
-    int m = (MASK_RIGHT ? query_tiles - 1 - here.tile : here.tile) * QUERIES; // the longest first
+    init_barriers(q_full, ks, vs);
+    RowTile t = row_tile(a, 2 * HEAD_DIM + 2 * VALUE_DIM);
     Band band(a);
-    Range range = band.keys_of(m, QUERIES);
-    int tiles = range.end > range.begin ? (range.end - range.begin + KEYS - 1) / KEYS : 0;
-    int n = range.begin + (tiles - 1) * KEYS;
-
-    if (threadIdx.x >= MATH_THREADS) {
-        registers_shrink<LOAD_REGISTERS>();
-        if (threadIdx.x == MATH_THREADS && tiles > 0)
-            load(a, maps, base, ks, vs, q_full, here, m, n, tiles);
+    KeyTiles keys = key_tiles(band, t);
+    if (loading_warpgroup()) {
+        if (threadIdx.x == MATH_THREADS && keys.count > 0)
+            load(a, maps, base, ks, vs, q_full, t, keys);
         return;
     }
 
-    registers_grow<MATH_REGISTERS>();
-    int wg = warpgroup_id(), row = m + threadIdx.x / 32 * 16 + lane_id() / 4;
+    int wg = warpgroup_id(), n = keys.n, row = t.m + threadIdx.x / 32 * 16 + lane_id() / 4;
     // A scale of zero makes all scores 0; the smallest one that is not zero does the same, and leaves -inf as it is.
     float c = fmaxf(fabsf(a.scale) * LOG2E, 1.2e-38f);
-    Softmax softmax = {band, band.keys_inside(m + wg * 64, 64, KEYS), row, c, {LOWEST, LOWEST}, {0.f, 0.f}, {1.f, 1.f}};
+    Softmax softmax = {band,      band.keys_inside(t.m + wg * 64, 64, KEYS), row, c, {LOWEST, LOWEST}, {0.f, 0.f},
+                       {1.f, 1.f}};
     float acc[VALUE_DIM / 2];
     clear(acc);
 
-    if (tiles > 0) {
+    if (keys.count > 0) {
         u32 q = base + wg * 8192;
         Score s;
         Fragments p;
         barrier_wait(q_full, 0);
         if (a.scale < 0.f)
             negate_rows(q, wg);
-        if (wg == WARPGROUPS - 1 && tiles > 1)
+        if (wg == WARPGROUPS - 1 && keys.count > 1)
             pass_turn(wg);
         ks.wait();
         issue_scores(s, q, base + Q_BYTES);
@@ -174,14 +145,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         softmax.apply(s, n);
         to_fragments(p, s);
 #pragma unroll 1
-        for (int t = 1; t < tiles; t++) {
+        for (int i = 1; i < keys.count; i++) {
             n -= KEYS;
             ks.wait();
             take_turn(wg);
             issue_scores(s, q, base + Q_BYTES + ks.stage() * K_BYTES);
             vs.wait();
             issue_values(acc, p, base + V_RING + vs.stage() * V_BYTES);
-            if (wg < WARPGROUPS - 1 || t + 1 < tiles)
+            if (wg < WARPGROUPS - 1 || i + 1 < keys.count)
                 pass_turn(wg);
             wgmma_wait<1>();
             settle(s);
@@ -209,9 +180,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         float total = row_sum(softmax.sum[h]);
         softmax.shrink[h] = total > 0.f ? 1.f / total : 0.f;
         if (lane_id() % 4 == 0 && row + 8 * h < a.queries)
-            *at<float>(a.out_lse, here.batch, here.head, row + 8 * h) =
+            *at<float>(a.out_lse, t.batch, t.head, row + 8 * h) =
                 total > 0.f ? (softmax.base[h] + log2_approx(total)) * LN2 : -INFINITY_F;
     }
     softmax.rescale(acc);
-    store_rows(a.out_o, here.batch, here.head, row, a.queries, a.value_dim, acc, 1.f);
+    store_rows(a.out_o, t.batch, t.head, row, a.queries, a.value_dim, acc, 1.f);
 }

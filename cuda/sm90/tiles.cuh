@@ -208,8 +208,12 @@ DEVICE void store_rows(const View& view, int batch, int head, int row, int rows,
 // neighbouring queries and needs L, then α, then the rest, so that each is one load. L is in units of log2 and +inf
 // where P is 0.
 constexpr int STATISTICS_BYTES = 16; // a query
+// Where a query's L is. In bits, so that the compiler sees those of query + 8 to be 32 numbers further.
+DEVICE int statistics_of(int query) {
+    return (query & ~1) * 4 + (query & 1);
+}
 DEVICE void store_statistics(float* statistics, int query, float l, float d, float alpha, float epsilon) {
-    float* out = statistics + query / 2 * 8 + query % 2;
+    float* out = statistics + statistics_of(query);
     out[0] = l;
     out[2] = alpha;
     out[4] = d;
@@ -217,7 +221,7 @@ DEVICE void store_statistics(float* statistics, int query, float l, float d, flo
 }
 
 DEVICE void load_statistics(const float* statistics, int query, float& l, float& d, float& alpha, float& epsilon) {
-    const float* in = statistics + query / 2 * 8 + query % 2;
+    const float* in = statistics + statistics_of(query);
     l = in[0];
     alpha = in[2];
     d = in[4];

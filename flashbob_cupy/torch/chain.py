@@ -17,10 +17,12 @@ linear (uq, uk, uv; tq, tk, tv) can be differentiated without end.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashbob_cupy.errors import UnsupportedError
 from flashbob_cupy.torch import operators
@@ -41,20 +43,59 @@ def _any(*tensors: Tensor | None) -> bool:
 #: torch binds the arguments of every call to the signature of `forward`, and would derive that anew each time.
 _ANY = inspect.Signature([inspect.Parameter("inputs", inspect.Parameter.VAR_POSITIONAL)])
 
+# Not part of torch's interface, like the level of forward mode below. Without them, all calls go the way of every mode.
+_inside_a_transform: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+
+def _only_reverse_mode() -> bool:
+    """Whether neither torch.func nor forward mode can be differentiating what is computed now."""
+    return not _inside_a_transform() and getattr(forward_ad, "_current_level", 0) < 0
+
+
+def keep(ctx: Any, arrays: Results, options: Options) -> Results:
+    """Save what `backward` takes; returns the arrays."""
+    ctx.save_for_backward(*arrays)
+    ctx.set_materialize_grads(False)
+    ctx.options = options
+    return arrays
+
 
 class _Function(torch.autograd.Function):  # type: ignore[misc]
     """A function of arrays that all have the batch as their first axis, and of options."""
 
+    #: The same function for reverse mode alone, in the old form that computes and saves in one: torch takes twice as
+    #: long to call one of the form that torch.func needs.
+    _recorded: type[torch.autograd.Function]
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.forward.__signature__ = _ANY
+        compute, save = cls.forward, cls.save
+        compute.__signature__ = _ANY
+
+        def forward(ctx: Any, *inputs: Any) -> Results:
+            output = compute(*inputs)
+            save(ctx, inputs, output)
+            return output  # type: ignore[no-any-return]
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(cls.backward)}
+        cls._recorded = type(cls.__name__, (torch.autograd.Function,), methods)
+
+    @classmethod
+    def apply(cls, *inputs: Any) -> Results:
+        if not _only_reverse_mode():
+            return super().apply(*inputs)  # type: ignore[no-any-return]
+        if torch.is_grad_enabled():
+            return cls._recorded.apply(*inputs)  # type: ignore[no-any-return]
+        return cls.forward(*inputs)  # type: ignore[no-any-return]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *arrays, ctx.options = inputs
-        ctx.save_for_backward(*arrays)
-        ctx.save_for_forward(*arrays)
-        ctx.set_materialize_grads(False)
+    def save(ctx: Any, inputs: Any, output: Any) -> Results:
+        """`keep` what `backward` takes."""
+        return keep(ctx, inputs[:-1], inputs[-1])
+
+    @classmethod
+    def setup_context(cls, ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_forward(*cls.save(ctx, inputs, output))
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Results, Any]:
@@ -72,32 +113,31 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]
 
 
 class Forward(_Function):
-    @staticmethod
-    def forward(*inputs: Any) -> Results:
-        return operators.forward(*inputs)
+    forward = staticmethod(operators.forward)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *arrays, options = inputs
-        _Function.setup_context(ctx, (*arrays, *output, options), None)
+    def save(ctx: Any, inputs: Any, output: Any) -> Results:
+        # Detached, because helpers get no derivatives: the second would pass through here only to find none.
+        q, k, v, options = inputs
+        o, lse = output
+        return keep(ctx, (q, k, v, o.detach(), lse.detach()), options)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Results:
-        if not _any(do, dlse):
+        if do is None and dlse is None:
             return (None,) * 4
         q, k, v, o, lse = ctx.saved_tensors
-        return *Backward.apply(q, k, v, do, dlse, o, lse, ctx.options), None
+        dq, dk, dv = Backward.apply(q, k, v, do, dlse, o, lse, ctx.options)
+        return dq, dk, dv, None
 
     @staticmethod
     def jvp(ctx: Any, tq: Tensor | None, tk: Tensor | None, tv: Tensor | None, _: None) -> Results:
         q, k, v, o, lse = ctx.saved_tensors
-        return Jvp.apply(q, k, v, tq, tk, tv, o, lse, ctx.options)  # type: ignore[no-any-return]
+        return Jvp.apply(q, k, v, tq, tk, tv, o, lse, ctx.options)
 
 
 class Jvp(_Function):
-    @staticmethod
-    def forward(*inputs: Any) -> Results:
-        return operators.jvp(*inputs)
+    forward = staticmethod(operators.jvp)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Results:
@@ -120,17 +160,15 @@ class Jvp(_Function):
                 "forward or reverse over reverse, as in torch.func.hessian or jacfwd(jacrev(f))"
             )
         q, k, v, _tq, _tk, _tv, o, lse = ctx.saved_tensors
-        return Jvp.apply(q, k, v, rq, rk, rv, o, lse, ctx.options)  # type: ignore[no-any-return]
+        return Jvp.apply(q, k, v, rq, rk, rv, o, lse, ctx.options)
 
 
 class Backward(_Function):
-    @staticmethod
-    def forward(*inputs: Any) -> Results:
-        return operators.backward(*inputs)
+    forward = staticmethod(operators.backward)
 
     @staticmethod
     def backward(ctx: Any, uq: Tensor | None, uk: Tensor | None, uv: Tensor | None) -> Results:
-        if not _any(uq, uk, uv):
+        if uq is None and uk is None and uv is None:
             return (None,) * 8
         q, k, v, do, dlse, o, lse = ctx.saved_tensors
         gq = gk = gv = None
@@ -148,14 +186,13 @@ class Backward(_Function):
 class Bob(_Function):
     @staticmethod
     def forward(*inputs: Any) -> Results:
-        *arrays, _guarded, options = inputs
-        *gradients, gdlse = operators.bob(*arrays, options)
-        return *gradients, None if arrays[4] is None else gdlse
+        q, k, v, do, dlse, o, lse, uq, uk, uv, _guarded, options = inputs
+        return operators.bob(q, k, v, do, dlse, o, lse, uq, uk, uv, options)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def save(ctx: Any, inputs: Any, output: Any) -> Results:
         *arrays, ctx.guarded, options = inputs
-        _Function.setup_context(ctx, (*arrays, options), None)
+        return keep(ctx, tuple(arrays), options)
 
     @staticmethod
     def backward(ctx: Any, hq: Any, hk: Any, hv: Any, hdo: Any, hdlse: Any) -> Results:
@@ -193,8 +230,9 @@ class _Sum(_Function):
         return (a + b,)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def save(ctx: Any, inputs: Any, output: Any) -> Results:
         ctx.set_materialize_grads(False)
+        return ()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Results:
@@ -247,7 +285,7 @@ def _guarded_bob(
     guarded = torch.is_grad_enabled()  # otherwise nothing is recorded that would have to be guarded
     if guarded:
         q, k, v, do, dlse = _Last.apply(q, k, v, do, dlse)
-    return Bob.apply(q, k, v, do, dlse, o, lse, uq, uk, uv, guarded, options)  # type: ignore[no-any-return]
+    return Bob.apply(q, k, v, do, dlse, o, lse, uq, uk, uv, guarded, options)
 
 
 def _along(ctx: Any, tq: Any, tk: Any, tv: Any, tdo: Any, tdlse: Any) -> Results:

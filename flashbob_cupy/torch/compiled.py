@@ -20,11 +20,11 @@ from flashbob_cupy.torch import chain, operators
 
 
 def _save_forward(ctx: Any, inputs: Any, output: Any) -> None:
-    chain.Forward.setup_context(ctx, (*inputs[:-6], operators.options(*inputs[-6:])), output)
+    chain.keep(ctx, (*inputs[:-6], *output), operators.options(*inputs[-6:]))
 
 
 def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    chain.Backward.setup_context(ctx, (*inputs[:-6], operators.options(*inputs[-6:])), output)
+    chain.keep(ctx, inputs[:-6], operators.options(*inputs[-6:]))
 
 
 def _forward_gradient(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:

@@ -63,8 +63,8 @@ def attention(
             raise TypeError(f"{name} must be a torch tensor; got {type(x).__name__}")
     if torch.jit.is_tracing():
         raise UnsupportedError("attention cannot be traced by torch.jit: use torch.export or torch.compile")
-    device = q.device.type
-    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+    device = "cuda" if q.is_cuda else "cpu" if q.is_cpu else None  # without a torch.device, which takes longer to make
+    if device is not None and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if torch.are_deterministic_algorithms_enabled():
@@ -72,7 +72,7 @@ def attention(
     leading = q.shape[:-3]
     if len(leading) != 1:
         q, k, v = _fold(leading, q, k, v)
-    options = Options(causal=causal, scale=scale, window=window, layout=layout, deterministic=deterministic)
+    options = Options(causal, scale, window, layout, deterministic)
     if torch.compiler.is_compiling():
         o, lse = compiled.attention(q, k, v, *options.flat())
     else:

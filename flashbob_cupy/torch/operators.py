@@ -8,6 +8,7 @@ Each takes arrays, some of them None, and then the options.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,24 +17,31 @@ import torch
 from torch import Tensor
 from torch.utils import _python_dispatch
 
-from flashbob_cupy import ops
+from flashbob_cupy import arrays, ops
 
 Results = tuple[Any, ...]
 
 
 class Options:
-    """The keywords of the array functions, which are the same along the chain. Opaque to torch's pytrees."""
+    """What is the same along the chain. Opaque to torch's pytrees."""
 
-    __slots__ = ("keywords",)
+    __slots__ = ("values",)
 
-    def __init__(self, **keywords: Any) -> None:
-        self.keywords = keywords
+    def __init__(
+        self,
+        causal: bool,
+        scale: float | None,
+        window: tuple[int | None, int | None] | None,
+        layout: str,
+        deterministic: bool,
+    ) -> None:
+        self.values = (causal, scale, window, layout, deterministic)
 
     def flat(self) -> tuple[Any, ...]:
         """As an operator takes them."""
-        k = self.keywords
-        left, right = k["window"] or (None, None)
-        return k["causal"], k["scale"], left, right, k["layout"], k["deterministic"]
+        causal, scale, window, layout, deterministic = self.values
+        left, right = window or (None, None)
+        return causal, scale, left, right, layout, deterministic
 
 
 #: The schema of what `Options.flat` returns.
@@ -43,7 +51,7 @@ OPTIONS = "bool causal, float? scale, SymInt? left, SymInt? right, str layout, b
 def options(causal: bool, scale: float | None, left: Any, right: Any, layout: str, deterministic: bool) -> Options:
     """The inverse of `Options.flat`."""
     window = None if left is None and right is None else (left, right)
-    return Options(causal=causal, scale=scale, window=window, layout=layout, deterministic=deterministic)
+    return Options(causal, scale, window, layout, deterministic)
 
 
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,43 +61,52 @@ def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     hidden: Callable[..., Any] | None = None
 
-    def call(*arguments: Any, **keywords: Any) -> Any:
+    def call(*arguments: Any) -> Any:
         nonlocal hidden
         if hidden is None:
             if "torch._dynamo" not in sys.modules:
-                return function(*arguments, **keywords)
+                return function(*arguments)
             hidden = torch.compiler.disable(function)
-        return hidden(*arguments, **keywords)
+        return hidden(*arguments)
 
     return call
 
 
-_array_forward = _untraced(ops.forward)
-_array_backward = _untraced(ops.backward)
-_array_bob = _untraced(ops.bob)
-_array_jvp = _untraced(ops.jvp)
+@functools.cache
+def _kind() -> arrays.Kind:
+    """Tensors as they come: the chain records what they are part of, and to detach them all takes as long as a call."""
+    return arrays.TorchKind(cut=True)
+
+
+@_untraced
+def _run(op: str, arguments: tuple[Any, ...], options: Options) -> Any:
+    return ops.run(op, arguments, *options.values, kind=_kind())
 
 
 def _forward(q: Any, k: Any, v: Any, options: Options) -> Results:
-    return tuple(_array_forward(q, k, v, **options.keywords))
+    o, lse = _run("forward", (q, k, v), options)
+    return o, lse
 
 
 def _backward(q: Any, k: Any, v: Any, do: Any, dlse: Any, o: Any, lse: Any, options: Options) -> Results:
-    do = _zeros(o) if do is None else do
-    return tuple(_array_backward(q, k, v, do, o, lse, dlse=dlse, **options.keywords))
+    if do is None:
+        do = _zeros(o)
+    dq, dk, dv = _run("backward", (q, k, v, do, o, lse, dlse), options)
+    return dq, dk, dv
 
 
 def _bob(
     q: Any, k: Any, v: Any, do: Any, dlse: Any, o: Any, lse: Any, uq: Any, uk: Any, uv: Any, options: Options
 ) -> Results:
-    do = _zeros(o) if do is None else do
-    result = _array_bob(q, k, v, do, uq, uk, uv, o, lse, dlse=dlse, **options.keywords)
-    # An operator cannot return None.
-    return *result, lse.new_empty(0) if dlse is None else result.gdlse
+    if do is None:
+        do = _zeros(o)
+    result = _run("bob", (q, k, v, do, uq, uk, uv, o, lse, dlse), options)
+    return *result, result.gdlse
 
 
 def _jvp(q: Any, k: Any, v: Any, uq: Any, uk: Any, uv: Any, o: Any, lse: Any, options: Options) -> Results:
-    return tuple(_array_jvp(q, k, v, uq, uk, uv, o, lse, **options.keywords))
+    to, tlse = _run("jvp", (q, k, v, uq, uk, uv, o, lse), options)
+    return to, tlse
 
 
 def _zeros(x: Tensor) -> Tensor:
@@ -120,11 +137,17 @@ def _empty_jvp(q: Any, k: Any, v: Any, uq: Any, uk: Any, uv: Any, o: Tensor, lse
 
 def _operator(name: str, direct: Callable[..., Results], empty: Callable[..., Results], schema: str) -> Any:
     def implementation(*arguments: Any) -> Results:
-        return direct(*plain(arguments[:-6]), options(*arguments[-6:]))
+        return direct(*arguments[:-6], options(*arguments[-6:]))
 
     operator = torch.library.custom_op(f"flashbob::{name}", implementation, mutates_args=(), schema=schema)
     operator.register_fake(empty)
     return operator
+
+
+def _complete_bob(*arguments: Any) -> Results:
+    """An operator cannot return None."""
+    *gradients, gdlse = _bob(*arguments)
+    return *gradients, arguments[6].new_empty(0) if gdlse is None else gdlse
 
 
 _QKV = "Tensor q, Tensor k, Tensor v"
@@ -136,29 +159,40 @@ backward_operator = _operator(
     "backward", _backward, _empty_backward, f"({_QKV}, {_OUT}, {OPTIONS}) -> (Tensor, Tensor, Tensor)"
 )
 bob_operator = _operator(
-    "bob", _bob, _empty_bob, f"({_QKV}, {_OUT}, {_U}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "bob", _complete_bob, _empty_bob, f"({_QKV}, {_OUT}, {_U}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 jvp_operator = _operator(
     "jvp", _jvp, _empty_jvp, f"({_QKV}, {_U}, Tensor o, Tensor lse, {OPTIONS}) -> (Tensor, Tensor)"
 )
 
 
-def plain(arrays: tuple[Any, ...]) -> list[Any]:
-    """The arrays as the array functions take them: what they are part of is recorded elsewhere."""
-    return [x.detach() if x is not None and x.requires_grad else x for x in arrays]
+# ------------------------------------------------------------------------------------------------- what the chain calls
+
+_watched = _python_dispatch.is_in_torch_dispatch_mode
 
 
-def _watched(direct: Callable[..., Results], operator: Callable[..., Results]) -> Callable[..., Results]:
-    def call(*inputs: Any) -> Results:
-        arrays, options = plain(inputs[:-1]), inputs[-1]
-        if _python_dispatch.is_in_torch_dispatch_mode():
-            return operator(*arrays, *options.flat())
-        return direct(*arrays, options)
-
-    return call
+def forward(q: Any, k: Any, v: Any, options: Options) -> Results:
+    if _watched():
+        return forward_operator(q, k, v, *options.flat())  # type: ignore[no-any-return]
+    return _forward(q, k, v, options)
 
 
-forward = _watched(_forward, forward_operator)
-backward = _watched(_backward, backward_operator)
-bob = _watched(_bob, bob_operator)
-jvp = _watched(_jvp, jvp_operator)
+def backward(q: Any, k: Any, v: Any, do: Any, dlse: Any, o: Any, lse: Any, options: Options) -> Results:
+    if _watched():
+        return backward_operator(q, k, v, do, dlse, o, lse, *options.flat())  # type: ignore[no-any-return]
+    return _backward(q, k, v, do, dlse, o, lse, options)
+
+
+def bob(
+    q: Any, k: Any, v: Any, do: Any, dlse: Any, o: Any, lse: Any, uq: Any, uk: Any, uv: Any, options: Options
+) -> Results:
+    if _watched():
+        *gradients, gdlse = bob_operator(q, k, v, do, dlse, o, lse, uq, uk, uv, *options.flat())
+        return *gradients, None if dlse is None else gdlse
+    return _bob(q, k, v, do, dlse, o, lse, uq, uk, uv, options)
+
+
+def jvp(q: Any, k: Any, v: Any, uq: Any, uk: Any, uv: Any, o: Any, lse: Any, options: Options) -> Results:
+    if _watched():
+        return jvp_operator(q, k, v, uq, uk, uv, o, lse, *options.flat())  # type: ignore[no-any-return]
+    return _jvp(q, k, v, uq, uk, uv, o, lse, options)

@@ -291,8 +291,8 @@ def run(
 class _Driver:
     """Stands for flashbob_cupy.driver.Driver: `load` takes what `compile` below made, `launch` runs it here and now."""
 
-    def __init__(self, arch: str, shared_limit: int | None) -> None:
-        known = planning.typical_device(arch)
+    def __init__(self, arch: str, shared_limit: int | None, multiprocessors: int) -> None:
+        known = dataclasses.replace(planning.typical_device(arch), multiprocessors=multiprocessors)
         self._device = known if shared_limit is None else dataclasses.replace(known, shared_limit=shared_limit)
         self._kernels: list[_Kernel] = []
         self.launched: list[str] = []
@@ -351,8 +351,8 @@ class _Driver:
 
 
 @functools.cache
-def _driver(arch: str, shared_limit: int | None, stamp: tuple[int, ...]) -> _Driver:
-    return _Driver(arch, shared_limit)
+def _driver(arch: str, shared_limit: int | None, multiprocessors: int, stamp: tuple[int, ...]) -> _Driver:
+    return _Driver(arch, shared_limit, multiprocessors)
 
 
 @dataclass(frozen=True)
@@ -369,6 +369,7 @@ def execute(
     *,
     arch: str | None = None,
     shared_limit: int | None = None,
+    multiprocessors: int = 1,
     seed: int = 0,
     races: bool = True,
 ) -> list[str]:
@@ -381,11 +382,12 @@ def execute(
     Args:
         arch: What the GPU is: sm_90a for the family sm90, else sm_80.
         shared_limit: The shared memory of a block, if not the usual one of `arch`.
+        multiprocessors: How many the GPU has: with one, every problem is a large one.
 
     Raises:
         EmulatorError: a kernel broke a rule.
     """
-    fake = _driver(arch or ("sm_90a" if family == "sm90" else "sm_80"), shared_limit, _stamp())
+    fake = _driver(arch or ("sm_90a" if family == "sm90" else "sm_80"), shared_limit, multiprocessors, _stamp())
     fake.seed, fake.races, fake.launched = seed, races, []
     arrays = {name: x for name, x in {**inputs, **outputs}.items() if x is not None}
     workspaces: list[int] = []
