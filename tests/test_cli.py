@@ -539,6 +539,7 @@ def test_record_of_other_sources_is_found_out(gpu_run, tmp_path, capsys):
     record = {"date": "2000-01-01", "sources": gpu_run.source_hash(), "tests": tests, "measurements": [{"op": "bob"}]}
     path = gpu_run.RESULTS / "gpu.json"
     path.write_text(json.dumps(record))
+    (gpu_run.RESULTS / "tiles-gpu.json").write_text("[]")  # of tools/tiles.py
     assert gpu_run.check() == 0
     path.write_text(json.dumps(record | {"tests": tests | {"failed": 1}}))
     assert gpu_run.check() == 1
