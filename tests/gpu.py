@@ -178,14 +178,20 @@ def family_of(engine: str) -> str:
     return engine.partition("-")[0]
 
 
+def pretend(patch: pytest.MonkeyPatch, **changes: Any) -> planning.Device:
+    """This GPU with other properties, for which problems are planned anew, until `patch` ends."""
+    device = replace(driver().device(0), **changes)
+    patch.setitem(driver()._devices, 0, device)
+    patch.setattr(ops, "_calls", {})
+    return device
+
+
 @contextlib.contextmanager
 def forced(engine: str) -> Iterator[None]:
     """Ask the planner for an engine. On a GPU with one multiprocessor no problem is a small one."""
     with forced_family(family_of(engine)), pytest.MonkeyPatch.context() as patch:
         if engine.endswith("-large"):
-            patch.setitem(driver()._devices, 0, replace(driver().device(0), multiprocessors=1))
-            patch.setattr(ops, "_calls", {})
-            patch.setattr(kernels, "_recipes", {})
+            pretend(patch, multiprocessors=1)
         yield
 
 

@@ -212,10 +212,8 @@ def test_the_hessian_is_symmetric(case: Case, engine: str) -> None:
 @pytest.fixture
 def little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> planning.Device:
     """This GPU, as if a block could have no more shared memory than on consumer GPUs."""
-    device = dataclasses.replace(driver().device(0), shared_limit=99 << 10)
-    monkeypatch.setitem(driver()._devices, 0, device)
     gpu.forget(monkeypatch)
-    return device
+    return gpu.pretend(monkeypatch, shared_limit=99 << 10)
 
 
 @each(*(Case(130, 200, D, causal=True) for D in (64, 128)), Case(130, 200, 128, deterministic=True), engines=("sm80",))

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashbob_cupy import kernels
 from flashbob_cupy import plan as planning
 from flashbob_cupy.errors import UnsupportedError
 from flashbob_cupy.plan import Device, Plan, arch_for, plan, readable, route, specialisations, typical_device
@@ -334,3 +335,23 @@ def test_candidates_for_measurement_hold_the_planned_tile_and_fit(family: str, a
             assert all(s.shared_bytes <= device.shared_limit for s in made.specialisations())
         again = plan(p, device, family, everything(p))
         assert launched in again.specialisations(), "the table is as it was"
+
+
+def test_measurements_never_go_without_the_planned_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles, device = _tiles(), typical_device("sm_90a")
+    size, job = tiles.Size(4, 12, 1024), ("bob_rows", 64)
+    planned = tiles.candidates(size.problem(*job), "sm90", job[0], device)[0]
+    bad: set[int] = set()
+
+    def compile(one: planning.Specialisation, arch: str, *, cached: bool) -> kernels.Compiled:
+        assert not cached, "what comes from the cache has no report"
+        return kernels.Compiled(b"", "", kernels.Resources(168, 4 if dict(one.macros)["STAGES"] in bad else 0, 0, ()))
+
+    monkeypatch.setattr(kernels, "compile", compile)
+    monkeypatch.setattr(kernels, "_cubins", kernels._Once())
+    assert tiles.usable(size, "sm90", [job], device)[job][0] == planned
+    bad.add(planned.STAGES + 1)
+    assert tiles.usable(size, "sm90", [job], device)[job][0] == planned
+    bad.add(planned.STAGES)
+    with pytest.raises(RuntimeError, match=r"planned for bob_rows at D=64, Tile.* is no candidate: spills"):
+        tiles.usable(size, "sm90", [job], device)

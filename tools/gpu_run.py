@@ -38,9 +38,6 @@ WIDTHS = (64, 128)
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1")
 # What an implementation that stores scores may take: it keeps about ten float32 matrices of them for a double backward.
 SCORE_MATRICES, MEMORY_SHARE = 12, 0.8
-# Long calls reach the power limit of a card within tenths of a second, and its clocks fall. A pause before each of them
-# makes a figure independent of what was measured before it.
-LONG, PAUSE_S = 16384, 0.7
 
 
 def source_hash() -> str:
@@ -128,8 +125,6 @@ def run_benchmark(memory_bytes: int, limit_s: float) -> tuple[list[dict[str, obj
                 continue
             if time.monotonic() > end:
                 return measurements, [*failures, f"stopped after {limit_s:.0f} s, before {impl} {case}"]
-            if case.N >= LONG:
-                time.sleep(PAUSE_S)
             try:
                 record = bench.measure(case, impl, "cuda")
             except (RuntimeError, NotImplementedError) as error:
@@ -155,7 +150,6 @@ def matmul_tflops(size: int = 8192) -> float:
 
     place = bench.TorchCuda()
     a, b = (place.random((size, size), "bfloat16") for _ in range(2))
-    time.sleep(PAUSE_S)
     milliseconds, _ = place.time(lambda: a @ b, 0.2)
     return round(2 * size**3 / milliseconds / 1e9, 1)
 

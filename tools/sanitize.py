@@ -62,7 +62,6 @@ def run() -> int:
     # The tiles of large problems: on a GPU with one multiprocessor no problem is a small one.
     driver()._devices[0] = dataclasses.replace(driver().device(0), multiprocessors=1)
     ops._calls.clear()
-    kernels._recipes.clear()
     hopper = [engine for engine in families if engine.name == "sm90"]
     results += [result for seed, case in enumerate(cases) for result in check.run_case(case, seed, hopper)]
     bad = [result for result in results if not result.ok]

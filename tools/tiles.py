@@ -127,7 +127,7 @@ Job = tuple[str, int]  # kernel, head dimension
 
 
 def usable(size: Size, family: str, jobs: list[Job], device: plan.Device) -> dict[Job, list[plan.Tile]]:
-    """The candidates of every kernel that compile as they should."""
+    """The candidates of every kernel that compile as they should; without the planned tile first, a RuntimeError."""
     every = [
         (job, tile, specialisation(p, family, job[0], tile, device))
         for job in jobs
@@ -141,6 +141,10 @@ def usable(size: Size, family: str, jobs: list[Job], device: plan.Device) -> dic
         print(f"{family} {job[0]} D={job[1]} {dataclasses.astuple(tile)} {reason or 'compiles'}", file=sys.stderr)
         if not reason:
             found[job].append(tile)
+        elif not found[job]:
+            raise RuntimeError(
+                f"the tile that is planned for {job[0]} at D={job[1]}, {tile}, is no candidate: {reason}"
+            )
     return found
 
 
