@@ -53,12 +53,8 @@ class Case:
 
     def flop_per_product(self) -> float:
         """Averaged over products of width D and Dv; masked scores are not counted."""
-        if self.causal:
-            rows = np.arange(self.M, dtype=np.float64)
-            scores = float(np.clip(rows + 1 + self.N - self.M, 0, self.N).sum())
-        else:
-            scores = float(self.M) * self.N
-        return self.B * self.Hq * scores * (self.D + self.Dv)
+        scores = Mask(right=0 if self.causal else None).visible(self.M, self.N)
+        return float(self.B * self.Hq * scores * (self.D + self.Dv))
 
     def score_bytes(self) -> int:
         """One float32 matrix of scores: what an implementation that stores them needs many times over."""

@@ -132,6 +132,13 @@ def grid() -> tuple[Case, ...]:
             Case(3, 1, 80, 80, 64, 64, dtype, Options(causal=True, layout="bnhd"), B=2),
             Case(4, 2, 200, 200, 64, 64, dtype, causal, deterministic=True),
             Case(1, 1, 300, 300, 128, 128, dtype, causal),
+            Case(2, 1, 150, 150, 128, 128, dtype, causal, deterministic=True),
+            # More heads than a GPU has multiprocessors take the tiles of large problems.
+            *(
+                Case(150, 150, 70, 70, D, D, dtype, causal, deterministic=deterministic)
+                for D in (64, 128)
+                for deterministic in (False, True)
+            ),
         ]
     return tuple(cases)
 
@@ -148,6 +155,21 @@ def forced_family(name: str) -> Iterator[None]:
             del os.environ[plan.FAMILY_VARIABLE]
         else:
             os.environ[plan.FAMILY_VARIABLE] = before
+
+
+@contextmanager
+def pretended(**changes: Any) -> Iterator[plan.Device]:
+    """Plan anew, as if GPU 0 had other properties: with one multiprocessor no problem is a small one."""
+    from flashbob_cupy.driver import driver
+
+    real = driver().device(0)
+    device = driver()._devices[0] = replace(real, **changes)
+    ops._calls.clear()
+    try:
+        yield device
+    finally:
+        driver()._devices[0] = real
+        ops._calls.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,13 +25,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
-from typing import Any, Protocol
+from typing import Any
 
 from flashbob_cupy import plan as planning
 from flashbob_cupy.driver import DriverError, LaunchConfig, driver
 from flashbob_cupy.errors import CompileError, UnsupportedError
-from flashbob_cupy.plan import FAMILY_VARIABLE, FIELDS, Device, Launch, Plan, Specialisation, route, specialisations
-from flashbob_cupy.problem import AXES, INPUTS, OUTPUTS, Problem
+from flashbob_cupy.plan import FIELDS, Device, Launch, Plan, Specialisation, route, specialisations
+from flashbob_cupy.problem import AXES, Problem
 
 __all__ = (
     "Compiled",
@@ -39,7 +39,6 @@ __all__ = (
     "cache_dir",
     "compile",
     "device_info",
-    "execute",
     "prepare",
     "source",
     "source_dir",
@@ -48,16 +47,6 @@ __all__ = (
 
 CACHE_VARIABLE = "FLASHBOB_CACHE_DIR"
 _CACHE_BYTES = 512 << 20
-
-
-class View(Protocol):
-    """What is used of arrays.View."""
-
-    @property
-    def pointer(self) -> int: ...
-    @property
-    def strides(self) -> tuple[int, ...]: ...
-
 
 #: Name and strides of each array.
 Lies = Mapping[str, tuple[int, ...]]
@@ -256,7 +245,6 @@ _COPY = Struct("=" + "Qqqq" * 2 + "q" + "4i")
 _MAP_BYTES = 128
 _MAPS_KEPT = 64  # of one array, and combinations of them in one recipe
 _ALIGNMENTS_KEPT = 64
-_RECIPES_KEPT = 1024
 
 
 def _pack_attention(problem: Problem, plan: Plan, strides: Mapping[str, tuple[int, int, int]]) -> bytes:
@@ -533,8 +521,6 @@ class Prepared:
 
 
 _STREAM_WORD = LaunchConfig.stream.offset // 8
-_recipes: dict[Any, Prepared] = {}
-_recipes_guard = threading.Lock()
 
 
 def prepare(problem: Problem, lies: Lies, device: int) -> Prepared:
@@ -548,39 +534,3 @@ def prepare(problem: Problem, lies: Lies, device: int) -> Prepared:
         DriverError: the driver is missing.
     """
     return Prepared(problem, lies, device)
-
-
-def execute(
-    problem: Problem,
-    inputs: Mapping[str, View | None],
-    outputs: Mapping[str, View | None],
-    workspace: Callable[[int], View],
-    stream: int,
-    device: int,
-) -> None:
-    """Launch everything a problem takes on a stream; return without waiting. `prepare` once is cheaper than this.
-
-    `inputs` and `outputs` are named as in problem.INPUTS and problem.OUTPUTS, in axis order (batch, head, row, width)
-    whatever the caller's layout; absent ones are None or missing. `workspace(nbytes)` gives device memory for use on
-    the stream, aligned to 16 bytes; it is called at most once.
-
-    Raises:
-        UnsupportedError: no tile fits the device, or the blocked engine serves this problem.
-        CompileError: on a first call, NVRTC is missing or refuses a kernel.
-        DriverError: the driver is missing or refuses a launch.
-    """
-    given = {**inputs, **outputs}
-    views = {name: view for name in INPUTS[problem.op] + OUTPUTS[problem.op] if (view := given.get(name)) is not None}
-    lies = {name: view.strides for name, view in views.items()}
-    key = (problem, device, os.environ.get(FAMILY_VARIABLE), *lies.items())
-    prepared = _recipes.get(key)
-    if prepared is None:
-        prepared = prepare(problem, lies, device)
-        with _recipes_guard:
-            while len(_recipes) >= _RECIPES_KEPT:
-                _recipes.pop(next(iter(_recipes)))
-            prepared = _recipes.setdefault(key, prepared)
-    pointers = [view.pointer for view in views.values()]
-    recipe = prepared.recipe(pointers)
-    scratch = workspace(recipe.workspace) if recipe.workspace else None  # held until everything is launched
-    recipe.run(pointers, 0 if scratch is None else scratch.pointer, stream)

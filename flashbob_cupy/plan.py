@@ -110,8 +110,8 @@ class Kernel:
     leaves the gradient of Q to another, where that has better ones; `shared(tile, D, Dv, fused)` is in bytes.
     `by_rows`: one CTA per tile of queries and query head; otherwise one per tile of keys and key head.
     `maps`: the fields (`FIELDS`) of the tensor maps that the kernel takes as its second parameter, in order.
-    `few`: tiles with half or a third of the rows a CTA, for problems so small that all such CTAs run at once: twice as
-    many multiprocessors or more then share the work.
+    `few`: tiles with half or a third of the rows a CTA, for problems so small (`small`) that twice as many
+    multiprocessors or more then share the work.
     """
 
     tiles: Mapping[int, tuple[Tile, ...]]
@@ -125,23 +125,35 @@ class Kernel:
         p = problem
         return p.B * (p.Hq * -(-p.M // tile.QUERIES) if self.by_rows else p.Hkv * -(-p.N // tile.KEYS))
 
+    def small(self, problem: Problem, device: Device, tile: Tile) -> bool:
+        """Whether all CTAs run at once, or would if they shared the work evenly.
+
+        The longest CTA then decides how long the kernel takes.
+        """
+        p = problem
+        mask, rows, columns = (p.mask, p.M, p.N) if self.by_rows else (p.mask.transposed(), p.N, p.M)
+        work = self.blocks(p, tile) * mask.visible(rows, columns)
+        return work <= device.multiprocessors * mask.most_visible(rows, columns) * rows
+
     def choose(self, problem: Problem, device: Device, D: int, Dv: int, fused: int, name: str) -> Tile:
         """D and Dv as rounded up for the kernel."""
 
+        def candidates(tiles: Mapping[int, tuple[Tile, ...]]) -> tuple[Tile, ...]:
+            return tiles[min(width for width in tiles if width >= max(D, Dv))]
+
         def fitting(tiles: Mapping[int, tuple[Tile, ...]]) -> Tile | None:
-            candidates = tiles[next(width for width in sorted(tiles) if width >= max(D, Dv))]
-            return next((tile for tile in candidates if self.shared(tile, D, Dv, fused) <= device.shared_limit), None)
+            fits = (tile for tile in candidates(tiles) if self.shared(tile, D, Dv, fused) <= device.shared_limit)
+            return next(fits, None)
 
         if self.few is not None:
             tile = fitting(self.few)
-            if tile is not None and self.blocks(problem, tile) <= device.multiprocessors:
+            if tile is not None and self.small(problem, device, tile):
                 return tile
         tiles = self.tiles if fused or self.unfused is None else self.unfused
         tile = fitting(tiles)
         if tile is not None:
             return tile
-        width = next(width for width in sorted(tiles) if width >= max(D, Dv))
-        least = min(self.shared(tile, D, Dv, fused) for tile in tiles[width])
+        least = min(self.shared(tile, D, Dv, fused) for tile in candidates(tiles))
         raise UnsupportedError(
             f"{name} with head dimensions {D} and {Dv} needs {least} bytes of shared memory per block; this device "
             f"offers {device.shared_limit}. Set {FAMILY_VARIABLE}=blocked to compute in blocks of array code instead."
@@ -280,14 +292,14 @@ _SM90 = {
         few={64: (Tile(96, 64, 2, 8),), 128: (Tile(32, 64, 3, 8),)},
     ),
     "backward_rows": Kernel(
-        {64: (Tile(128, 96, 3, 12),), 128: (Tile(128, 80, 3, 12),)},
+        {64: (Tile(192, 80, 3, 16),), 128: (Tile(128, 80, 3, 12),)},
         _hopper_backward_rows_bytes,
         by_rows=True,
         maps=("q", "d", "k", "v"),
         few={64: (Tile(64, 96, 3, 8),), 128: (Tile(64, 80, 3, 8),)},
     ),
     "bob_rows": Kernel(
-        {64: (Tile(128, 80, 3, 12),), 128: (Tile(128, 64, 2, 12),)},
+        {64: (Tile(192, 64, 3, 16),), 128: (Tile(128, 80, 2, 12),)},
         _hopper_rows_bytes,
         by_rows=True,
         maps=("q", "uq", "k", "uk", "v", "uv"),

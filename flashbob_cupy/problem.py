@@ -67,6 +67,36 @@ class Mask:
         right = None if self.right is not None and self.right >= M - 1 else self.right
         return Mask(left, right)
 
+    def transposed(self) -> Mask:
+        """Which queries a key is seen by: the mask with the roles of queries and keys exchanged."""
+        return Mask(self.right, self.left)
+
+    def visible(self, M: int, N: int) -> int:
+        """How many pairs of a query and a key it sees there are."""
+
+        def ramp(x: int) -> int:
+            """The sum of clip(t, 0, N) over all t < x."""
+            within = max(0, min(x, N))
+            return within * (within - 1) // 2 + max(0, x - N) * N
+
+        shift = N - M
+        end = M * N if self.right is None else ramp(N + self.right + 1) - ramp(shift + self.right + 1)
+        begin = 0 if self.left is None else ramp(N - self.left) - ramp(shift - self.left)
+        return end - begin
+
+    def most_visible(self, M: int, N: int) -> int:
+        """The most keys that any query sees."""
+        shift = N - M
+
+        def seen(i: int) -> int:
+            end = N if self.right is None else min(N, max(0, i + shift + self.right + 1))
+            begin = 0 if self.left is None else min(N, max(0, i + shift - self.left))
+            return end - begin
+
+        # The number rises until the last key is seen or the first no longer is.
+        turns = (0, M - 1, M - 1 - (self.right or 0), (self.left or 0) - shift)
+        return max(seen(min(M - 1, max(0, i))) for i in turns) if M else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:

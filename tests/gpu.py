@@ -23,8 +23,7 @@ import pytest
 
 from flashbob_cupy import accuracy, kernels, ops, reference
 from flashbob_cupy import plan as planning
-from flashbob_cupy.check import forced_family
-from flashbob_cupy.driver import driver
+from flashbob_cupy.check import forced_family, pretended
 from flashbob_cupy.errors import UnsupportedError
 from flashbob_cupy.problem import AXES, INPUTS, OUTPUTS, Mask, Problem
 
@@ -178,20 +177,11 @@ def family_of(engine: str) -> str:
     return engine.partition("-")[0]
 
 
-def pretend(patch: pytest.MonkeyPatch, **changes: Any) -> planning.Device:
-    """This GPU with other properties, for which problems are planned anew, until `patch` ends."""
-    device = replace(driver().device(0), **changes)
-    patch.setitem(driver()._devices, 0, device)
-    patch.setattr(ops, "_calls", {})
-    return device
-
-
 @contextlib.contextmanager
 def forced(engine: str) -> Iterator[None]:
     """Ask the planner for an engine. On a GPU with one multiprocessor no problem is a small one."""
-    with forced_family(family_of(engine)), pytest.MonkeyPatch.context() as patch:
-        if engine.endswith("-large"):
-            pretend(patch, multiprocessors=1)
+    large = pretended(multiprocessors=1) if engine.endswith("-large") else contextlib.nullcontext()
+    with forced_family(family_of(engine)), large:
         yield
 
 
@@ -385,7 +375,6 @@ def each(*cases: Case, engines: Iterable[str] = KERNELS) -> Any:
 def forget(patch: pytest.MonkeyPatch) -> None:
     """Until the test ends, nothing is known of earlier calls: problems are planned and kernels loaded again."""
     patch.setattr(ops, "_calls", {})
-    patch.setattr(kernels, "_recipes", {})
     patch.setattr(kernels, "_loaded", kernels._Once())
     patch.setattr(kernels, "_cubins", kernels._Once())
 

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,6 +22,7 @@ from gpu import ENGINES, HALF, KERNELS, Case, assert_equal, check, each, judge, 
 
 from flashbob_cupy import kernels
 from flashbob_cupy import plan as planning
+from flashbob_cupy.check import pretended
 from flashbob_cupy.driver import driver
 from flashbob_cupy.problem import INPUTS, Problem
 
@@ -210,10 +212,11 @@ def test_the_hessian_is_symmetric(case: Case, engine: str) -> None:
 
 # ---- machines ------------------------------------------------------------------------------------------------------
 @pytest.fixture
-def little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> planning.Device:
+def little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[planning.Device]:
     """This GPU, as if a block could have no more shared memory than on consumer GPUs."""
     gpu.forget(monkeypatch)
-    return gpu.pretend(monkeypatch, shared_limit=99 << 10)
+    with pretended(shared_limit=99 << 10) as device:
+        yield device
 
 
 @each(*(Case(130, 200, D, causal=True) for D in (64, 128)), Case(130, 200, 128, deterministic=True), engines=("sm80",))

@@ -9,11 +9,12 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import emulator
+import launching
 import pytest
 
 from flashbob_cupy import driver, kernels
@@ -218,7 +219,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     monkeypatch.setattr(kernels, "compile", lambda *_: kernels.Compiled(b"code", "", None))
     monkeypatch.setattr(kernels, "_cubins", kernels._Once())
     monkeypatch.setattr(kernels, "_loaded", kernels._Once())
-    monkeypatch.setattr(kernels, "_recipes", {})
+    _prepared.clear()
     return fake
 
 
@@ -243,8 +244,18 @@ def views(p: Problem, names: tuple[str, ...], first: int = 1 << 40) -> dict[str,
     }
 
 
-def run(p: Problem, stream: int = 0, workspace: Callable[[int], View] = lambda _: View(1 << 50, (1,))) -> None:
-    kernels.execute(p, views(p, INPUTS[p.op]), views(p, OUTPUTS[p.op], 1 << 41), workspace, stream, 0)
+_prepared: dict[Any, kernels.Prepared] = {}
+
+
+def run(
+    p: Problem,
+    stream: int = 0,
+    workspace: Callable[[int], View] = lambda _: View(1 << 50, (1,)),
+    inputs: Mapping[str, View | None] | None = None,
+    outputs: Mapping[str, View | None] | None = None,
+) -> None:
+    inputs, outputs = inputs or views(p, INPUTS[p.op]), outputs or views(p, OUTPUTS[p.op], 1 << 41)
+    launching.execute(p, inputs, outputs, workspace, stream, _prepared)
 
 
 def test_what_is_known_of_a_device(library: Library) -> None:
@@ -421,10 +432,10 @@ def test_problems_of_the_blocked_engine_are_refused(library: Library) -> None:
 def test_addresses_no_kernel_can_use_are_refused(library: Library) -> None:
     with pytest.raises(ValueError, match="workspace: expected an address that is a multiple of 16"):
         run(BOB, workspace=lambda _: View((1 << 50) + 8, (1,)))
-    inputs, outputs = views(FORWARD, INPUTS["forward"]), views(FORWARD, OUTPUTS["forward"])
+    outputs = views(FORWARD, OUTPUTS["forward"], 1 << 41)
     outputs["lse"] = View((1 << 40) + 2, contiguous(FORWARD.shape("lse")))
     with pytest.raises(ValueError, match="lse: float32 numbers must start at a multiple of 4 bytes"):
-        kernels.execute(FORWARD, inputs, outputs, lambda _: View(0, ()), 0, 0)
+        run(FORWARD, outputs=outputs)
     assert library.launches == []
 
 
@@ -498,8 +509,7 @@ def test_tensor_maps_begin_at_the_first_row_that_is_read(library: Library) -> No
     count = len(maps)
     run(p)
     assert len(maps) == count  # the same pointers again
-    inputs = views(p, INPUTS["bob"], 1 << 42)
-    kernels.execute(p, inputs, views(p, OUTPUTS["bob"], 1 << 41), lambda _: View(1 << 50, (1,)), 0, 0)
+    run(p, inputs=views(p, INPUTS["bob"], 1 << 42))
     assert len(maps) == 2 * count
 
 

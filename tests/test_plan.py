@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashbob_cupy import kernels
+from flashbob_cupy import check, kernels, reference
 from flashbob_cupy import plan as planning
 from flashbob_cupy.errors import UnsupportedError
 from flashbob_cupy.plan import Device, Plan, arch_for, plan, readable, route, specialisations, typical_device
@@ -119,20 +119,53 @@ def test_every_head_dimension_fits_every_device(arch: str, op: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_small_problems_have_small_tiles_that_run_at_once(op: str, deterministic: bool) -> None:
+@pytest.mark.parametrize("mask", [Mask(), Mask(right=0), Mask(left=64, right=0)], ids=str)
+def test_small_problems_have_small_tiles(op: str, deterministic: bool, mask: Mask) -> None:
     hopper = dataclasses.replace(typical_device("sm_90a"), multiprocessors=132)
-    for D, heads, length in itertools.product((64, 128), (1, 4, 8, 16, 64), (60, 256, 1000, 1024, 4096)):
-        p = problem(op, B=1, Hq=heads, Hkv=heads, M=length, N=length, D=D, Dv=D, deterministic=deterministic)
+    for D, heads, length in itertools.product((64, 128), (1, 4, 5, 8, 16, 64), (60, 256, 1000, 1024, 4096, 8192)):
+        p = problem(op, B=1, Hq=heads, Hkv=heads, M=length, N=length, D=D, Dv=D, deterministic=deterministic, mask=mask)
         one = dataclasses.replace(hopper, multiprocessors=1)
         large, chosen = (plan(p, device, "sm90", everything(p)).launches for device in (one, hopper))
         for a, b in zip(large, chosen, strict=True):
             if a.specialisation.family != "sm90" or not b.maps:
                 continue
-            rows = -(-length // 64) * heads
-            if rows <= hopper.multiprocessors:
-                assert b.blocks == rows
-            else:
-                assert b == a, "more CTAs than multiprocessors would take turns"
+            blocks = -(-length // 64) * heads
+            # Under a causal mask the work of all together is half of what the longest CTA has, times their number.
+            at_once = blocks if mask.within(length, length) != Mask(right=0) else blocks * (length + 1) / (2 * length)
+            if at_once <= 132:
+                assert b.blocks == blocks
+            elif at_once > 140:  # a window's first queries see fewer keys
+                assert b == a
+
+
+@given(
+    M=st.integers(0, 9),
+    N=st.integers(0, 9),
+    left=st.none() | st.integers(0, 12),
+    right=st.none() | st.integers(0, 12),
+)
+def test_a_mask_counts_what_is_visible(M: int, N: int, left: int | None, right: int | None) -> None:
+    mask = Mask(left, right)
+    seen = reference.visible(mask, M, N)
+    assert mask.visible(M, N) == seen.sum()
+    assert mask.most_visible(M, N) == seen.sum(axis=1).max(initial=0)
+    assert (reference.visible(mask.transposed(), N, M) == seen.T).all()
+
+
+def test_the_grid_of_check_reaches_tiles_of_both_sizes() -> None:
+    device = dataclasses.replace(typical_device("sm_90a"), multiprocessors=132)
+    found = set()
+    for case, op in itertools.product(check.grid(), OPS):
+        shape = {axis: getattr(case, axis) for axis in ("B", "Hq", "Hkv", "M", "N", "D", "Dv", "dtype")}
+        p = problem(op, **shape, deterministic=case.deterministic, mask=Mask(right=0))
+        if route(p, device) == "sm90":
+            for one in plan(p, device, "sm90", everything(p)).specialisations():
+                sizes = dict(one.macros)
+                found.add((one.kernel, sizes.get("HEAD_DIM"), sizes.get("QUERIES"), sizes.get("KEYS")))
+    for kernel, entry in planning.TABLES["sm90"].items():
+        for D in (64, 128):
+            for tile in (entry.tiles[D][0], entry.few[D][0]):
+                assert (kernel, D, tile.QUERIES, tile.KEYS) in found, kernel
 
 
 def test_a_device_too_small_for_every_tile_is_refused_with_the_numbers() -> None:

@@ -6,9 +6,9 @@
     python tools/tiles.py --list [--arch sm_90a]           the candidates and how they compile; no GPU
 
 The tables of flashbob_cupy/plan.py are chosen from these measurements by hand. A candidate differs from the planned
-tile in one size, in its stages, or in both, fits the shared memory and compiles without spills or warnings. What is
-timed is the whole operation, because a tile of one kernel can cost another one; the candidates take turns, so that
-clocks that drift do so for all of them.
+tile in at most two of the rows of a CTA, the rows that stream past and the stages, fits the shared memory and compiles
+without spills or warnings. What is timed is the whole operation, because a tile of one kernel can cost another one; the
+candidates take turns, so that clocks that drift do so for all of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ TIMED = {
     "bob_columns": ("bob", False),
     "bob_queries": ("bob", True),
 }
-SIZE_STEPS = (-64, -32, -16, 16, 32, 64)
 ROUNDS, SECONDS = 3, 0.05
 
 
@@ -69,14 +68,16 @@ def candidates(p: Problem, family: str, kernel: str, device: plan.Device) -> lis
     fused = int(not TIMED[kernel][1])
     first = entry.choose(p, device, p.D, p.D, fused, kernel)
     # A warp of the portable family may own 16 or 32 rows of results; a warpgroup of the other always owns 64.
-    sizes = [first, *(dataclasses.replace(first, WARPS=warps) for warps in (4, 8) if family == "sm80")]
-    for name in ("QUERIES", "KEYS"):
-        for step in SIZE_STEPS:
-            changes = {name: getattr(first, name) + step}
-            if family == "sm90" and name == ("QUERIES" if entry.by_rows else "KEYS"):
-                changes["WARPS"] = 4 * (changes[name] // 64 + 1)
-            sizes.append(dataclasses.replace(first, **changes))
-    found = [dataclasses.replace(t, STAGES=t.STAGES + more) for t, more in itertools.product(sizes, (0, -1, 1))]
+    found = [first, *(dataclasses.replace(first, WARPS=warps) for warps in (4, 8) if family == "sm80")]
+    owned, streamed = ("QUERIES", "KEYS") if entry.by_rows else ("KEYS", "QUERIES")
+    for steps in itertools.product((0, -64, 64), (0, -64, -32, -16, 16, 32, 64), (0, -1, 1)):
+        if 0 in steps:
+            changes = {
+                name: getattr(first, name) + step for name, step in zip((owned, streamed, "STAGES"), steps, strict=True)
+            }
+            if family == "sm90":
+                changes["WARPS"] = 4 * (changes[owned] // 64 + 1)
+            found.append(dataclasses.replace(first, **changes))
     unit = 64 if family == "sm90" else 16
     return [
         tile

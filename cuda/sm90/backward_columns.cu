@@ -10,31 +10,21 @@
 // memory, as queries x keys, and each warpgroup sums one half of dQ over all keys, transposed (Kᵀ dSᵀ): one panel of D,
 // or half of the queries where D has one panel; a single warpgroup sums all. It does so a tile late, from one of two
 // buffers, so that neither waits for the other.
-#include "tiles.cuh"
+#include "column_tiles.cuh"
 
-constexpr int WARPGROUPS = KEYS / 64, MATH_THREADS = 2 * KEYS, THREADS = MATH_THREADS + 128;
-static_assert(WARPGROUPS == 1 || WARPGROUPS == 2, "64 keys a warpgroup");
-static_assert(QUERIES % 16 == 0, "16 queries an A fragment");
 constexpr bool HALVES = panels(HEAD_DIM) < WARPGROUPS; // of the queries; otherwise panels of D
 // What a warpgroup sums of dQ: so many queries, of so many panels of D.
 constexpr int SUMS = FUSED && HALVES ? QUERIES / 2 : QUERIES, PANELS = HALVES ? 1 : panels(HEAD_DIM) / WARPGROUPS;
-constexpr u32 K_BYTES = tile_bytes(KEYS, HEAD_DIM), V_BYTES = tile_bytes(KEYS, VALUE_DIM);
-constexpr u32 Q_BYTES = tile_bytes(QUERIES, HEAD_DIM), D_BYTES = tile_bytes(QUERIES, VALUE_DIM),
-              STATISTICS = QUERIES * STATISTICS_BYTES;
 // A stage: Q, dO, statistics. Shared memory: K, V, the stages, two buffers for dS (a panel of 64 keys of each
 // warpgroup), the barriers.
 constexpr u32 D_AT = Q_BYTES, STATISTICS_AT = D_AT + D_BYTES, STAGE_BYTES = STATISTICS_AT + round_up(STATISTICS, 1024);
-constexpr u32 RING = K_BYTES + V_BYTES, EXCHANGE = RING + STAGES * STAGE_BYTES, PANEL = QUERIES * 128,
-              BUFFER_BYTES = WARPGROUPS * PANEL;
+constexpr u32 RING = K_BYTES + V_BYTES, EXCHANGE = RING + STAGES * STAGE_BYTES, BUFFER_BYTES = WARPGROUPS * PANEL;
 constexpr u32 BARRIERS = EXCHANGE + FUSED * 2 * BUFFER_BYTES, HANDED = BARRIERS + 8 + Ring<STAGES>::BYTES,
               PLACE = HANDED + Ring<2>::BYTES;
 
 struct Maps {
     TensorMap q, d, k, v;
 };
-
-typedef float Score[QUERIES / 2];
-typedef u32 Fragments[QUERIES / 16][4];
 
 DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ring, u32 keys_full, Place here,
                  Range queries) {
@@ -43,42 +33,14 @@ DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ri
     load_tile<KEYS, HEAD_DIM>(base, maps.k, keys_full, n, here.head, here.batch);
     load_tile<KEYS, VALUE_DIM>(base + K_BYTES, maps.v, keys_full, n, here.head, here.batch);
 #pragma unroll 1 // few registers
-    for (int head = here.head * a.group; head < (here.head + 1) * a.group; head++) {
-        const float4* statistics = a.statistics + (i64(here.batch) * a.query_heads + head) * a.padded_queries;
-#pragma unroll 1
-        for (int m = queries.begin; m < queries.end; m += QUERIES) {
-            u32 q = base + RING + ring.stage() * STAGE_BYTES, full = ring.fill(Q_BYTES + D_BYTES + STATISTICS);
-            load_tile<QUERIES, HEAD_DIM>(q, maps.q, full, m - a.first_query, head, here.batch);
-            load_tile<QUERIES, VALUE_DIM>(q + D_AT, maps.d, full, m - a.first_query, head, here.batch);
-            load_bulk(q + STATISTICS_AT, statistics + m, STATISTICS, full);
-            ring.advance();
-        }
+    for (QueryTiles to(a, here, queries); to.more(); to.advance()) {
+        u32 q = base + RING + ring.stage() * STAGE_BYTES, full = ring.fill(Q_BYTES + D_BYTES + STATISTICS);
+        load_tile<QUERIES, HEAD_DIM>(q, maps.q, full, to.m - a.first_query, to.head, here.batch);
+        load_tile<QUERIES, VALUE_DIM>(q + D_AT, maps.d, full, to.m - a.first_query, to.head, here.batch);
+        stream_statistics(a, q + STATISTICS_AT, full, to, here.batch);
+        ring.advance();
     }
 }
-
-// The two buffers that dS is handed over in: each is full when all math warps have stored to it and empty when all have
-// read it.
-struct Exchange {
-    u32 full, empty;
-    DEVICE explicit Exchange(u32 barriers) : full(barriers), empty(barriers + 16) {}
-    DEVICE void init() const {
-        for (int i = 0; i < 4; i++)
-            barrier_init(full + 8 * i, 4 * WARPGROUPS);
-    }
-    // Of the turn-th tile.
-    DEVICE void wait_full(u32 turn) const { barrier_wait(full + turn % 2 * 8, turn / 2 % 2); }
-    DEVICE void wait_empty(u32 turn) const { barrier_wait(empty + turn % 2 * 8, turn / 2 % 2 ^ 1); }
-    DEVICE void stored(u32 turn) const {
-        proxy_fence();
-        sync_warp();
-        if (lane_id() == 0)
-            barrier_arrive(full + turn % 2 * 8);
-    }
-    DEVICE void read(u32 turn) const {
-        if (lane_id() == 0)
-            barrier_arrive(empty + turn % 2 * 8);
-    }
-};
 
 typedef float Sums[PANELS][SUMS / 2];
 // One group: this warpgroup's part of dQᵀ. `k` is its panel of K, `ds` its rows of dS.
@@ -106,22 +68,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     backward_columns(const __grid_constant__ Attention a, const __grid_constant__ Maps maps) {
     u32 base = shared_base(), keys_full = base + BARRIERS;
     Ring<STAGES> ring(keys_full + 8);
-    Exchange exchange(base + HANDED);
-    // Under a causal mask the first keys are seen by the most queries: the longest tiles come first as they are.
-    i64 streamed = i64(a.queries) * (2 * HEAD_DIM + 2 * VALUE_DIM + STATISTICS_BYTES + FUSED * 4 * HEAD_DIM) * a.group;
-    Place here = place(blockIdx.x, (a.keys + KEYS - 1) / KEYS, a.key_heads, a.batches, streamed);
+    Ring<2> exchange(base + HANDED), before = exchange; // where dS of this tile goes, and that of the one before lies
+    Place here = column_tile(a, 2 * HEAD_DIM + 2 * VALUE_DIM + STATISTICS_BYTES + FUSED * 4 * HEAD_DIM);
     if (threadIdx.x == 0) {
         barrier_init(keys_full, 1);
         ring.init(MATH_THREADS);
-        exchange.init();
+        exchange.init(4 * WARPGROUPS, MATH_THREADS);
         barrier_init_fence();
         store_place(base + PLACE, here);
     }
     sync_threads();
     int n = here.tile * KEYS;
     Band band(a);
-    Range queries = band.queries_of(n, KEYS);
-    queries.begin = queries.begin / QUERIES * QUERIES; // the accumulator knows tiles of 8 queries, the statistics pairs
+    Range queries = tiles_of_queries(band, n);
 
     if (threadIdx.x >= MATH_THREADS) {
         registers_shrink<24>();
@@ -140,14 +99,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     clear(acc_k);
     clear(acc_v);
     i64 first = i64(here.batch * a.key_heads + here.head) * a.group *
-                a.padded_queries;                          // of the query head, in rows of the accumulator
-    float* sums = a.accumulator + first * ACCUMULATOR_DIM; // of the tile before
-    u32 turn = 1;
-    if (FUSED) { // there is none before the first: its dS is 0
+                a.padded_queries; // of the query head, in rows of the accumulator
+    float* sums = nullptr;        // of the tile before
+    if (FUSED) {                  // there is none before the first: its dS is 0
 #pragma unroll
         for (int i = 0; i < QUERIES / 16; i++)
             store_shared_4(base + EXCHANGE + wg * PANEL + i * 2048 + threadIdx.x % 128 * 16, 0.f, 0.f, 0.f, 0.f);
-        exchange.stored(0);
+        exchange.fill_by_lanes();
+        exchange.advance();
     }
     barrier_wait(keys_full, 0);
 
@@ -166,9 +125,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             score_into<VALUE_DIM, KEYS>(x, v, d, false);
             wgmma_commit();
             if (FUSED) {
-                exchange.wait_full(turn - 1);
+                before.wait();
                 issue_queries(g, HALVES ? tile : tile + wg * KEYS * 128,
-                              tile + EXCHANGE + (turn - 1) % 2 * BUFFER_BYTES + (HALVES ? wg * SUMS * 128 : 0));
+                              tile + EXCHANGE + before.stage() * BUFFER_BYTES + (HALVES ? wg * SUMS * 128 : 0));
                 wgmma_wait<2>();
             } else {
                 wgmma_wait<1>();
@@ -204,13 +163,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             gather(acc_k, ds, q);
             wgmma_commit();
             if (FUSED) {
-                exchange.wait_empty(turn);
-                store_transposed(tile + EXCHANGE + turn % 2 * BUFFER_BYTES + wg * PANEL, ds);
-                exchange.stored(turn);
+                exchange.wait_empty();
+                store_transposed(tile + EXCHANGE + exchange.stage() * BUFFER_BYTES + wg * PANEL, ds);
+                exchange.fill_by_lanes();
+                exchange.advance();
                 wgmma_wait<1>();
                 settle_queries(g);
-                exchange.read(turn - 1);
-                if (turn > 1)
+                before.release();
+                before.advance();
+                if (sums)
                     add_queries(sums, wg, g);
                 sums = a.accumulator + (first + m + (HALVES ? wg * SUMS : 0)) * ACCUMULATOR_DIM;
             }
@@ -221,21 +182,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             settle(acc_v);
             ring.release_by_lanes();
             ring.advance();
-            turn++;
         }
     }
-    if (FUSED && turn > 1) {
-        turn--;
+    if (FUSED && sums) {
         Sums g;
-        exchange.wait_full(turn);
+        before.wait();
         issue_queries(g, HALVES ? base : base + wg * KEYS * 128,
-                      base + EXCHANGE + turn % 2 * BUFFER_BYTES + (HALVES ? wg * SUMS * 128 : 0));
+                      base + EXCHANGE + before.stage() * BUFFER_BYTES + (HALVES ? wg * SUMS * 128 : 0));
         wgmma_wait<0>();
         settle_queries(g);
         add_queries(sums, wg, g);
     }
-    here = load_place(base + PLACE); // again: registers are short in the loop
-    int key = here.tile * KEYS + threadIdx.x / 32 * 16 + lane_id() / 4;
-    store_rows(a.out_k, here.batch, here.head, key, a.keys, a.dim, acc_k, a.scale);
-    store_rows(a.out_v, here.batch, here.head, key, a.keys, a.value_dim, acc_v, 1.f);
+    store_results(a, load_place(base + PLACE), acc_k, acc_v); // again: registers are short in the loop
 }

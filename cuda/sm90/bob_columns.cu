@@ -15,13 +15,11 @@
 // FUSED: dS and W are also stored, as queries x keys, in shared memory, and gQ is computed transposed (UKᵀ dSᵀ + Kᵀ
 // Wᵀ), so that any multiple of 16 queries will do, over all keys of the CTA. A warpgroup apart does so, a tile behind
 // (APART); beside two that compute with two panels of D there are no registers for it, and each sums one panel itself.
-#include "tiles.cuh"
+#include "column_tiles.cuh"
 
 constexpr bool TANGENT = HAS_UQ || HAS_UK;
 static_assert(TANGENT || HAS_UV, "with no cotangent every result is zero and nothing is to be launched");
-static_assert(KEYS <= 128 && KEYS % 64 == 0 && QUERIES % 16 == 0, "64 keys a warpgroup, 16 queries an A fragment");
 
-constexpr int MATH_THREADS = 2 * KEYS, THREADS = MATH_THREADS + 128;
 constexpr bool WIDE = panels(HEAD_DIM) == 2;
 constexpr bool APART = FUSED && (!WIDE || KEYS == 64); // gQ has a warpgroup of its own
 // Three warpgroups have 168 registers a thread at entry and share 504, two have 240.
@@ -32,9 +30,6 @@ constexpr bool FINISH_C = TANGENT && HAS_UV; // G goes onto F̂∘X - ε; otherw
 // Where it measured faster, and where two products would need more registers than there are.
 constexpr bool STACKED = HAS_UQ && (FUSED != WIDE || !HAS_UV);
 static_assert(!STACKED || QUERIES <= 128, "a product has at most 256 columns");
-constexpr u32 K_BYTES = tile_bytes(KEYS, HEAD_DIM), V_BYTES = tile_bytes(KEYS, VALUE_DIM);
-constexpr u32 Q_BYTES = tile_bytes(QUERIES, HEAD_DIM), D_BYTES = tile_bytes(QUERIES, VALUE_DIM),
-              STATISTICS = QUERIES * STATISTICS_BYTES;
 constexpr int BUFFERS = FUSED && !WIDE ? 2 : 1; // of dS and W
 // A stage: Q, UQ (STACKED: a panel of Q, the same of UQ, and so on), dO, statistics. Shared memory: K, UK, V, UV, the
 // stages, buffers of dS and W of each warpgroup (64 keys wide), the barriers.
@@ -43,15 +38,12 @@ constexpr u32 UQ_AT = STACKED ? QUERIES * 128 : Q_BYTES, D_AT = 2 * Q_BYTES, STA
 constexpr u32 STAGE_BYTES = STATISTICS_AT + round_up(STATISTICS, 1024),
               LOAD_BYTES = Q_BYTES + HAS_UQ * Q_BYTES + D_BYTES + STATISTICS;
 constexpr u32 V_AT = 2 * K_BYTES, RING = V_AT + 2 * V_BYTES, EXCHANGE = RING + STAGES * STAGE_BYTES,
-              PANEL = QUERIES * 128, BUFFER_BYTES = KEYS / 64 * 2 * PANEL;
+              BUFFER_BYTES = WARPGROUPS * 2 * PANEL;
 constexpr u32 BARRIERS = EXCHANGE + FUSED * BUFFERS * BUFFER_BYTES;
 
 struct Maps {
     TensorMap q, uq, d, k, uk, v, uv;
 };
-
-typedef float Score[QUERIES / 2];
-typedef u32 Fragments[QUERIES / 16][4];
 
 // load_tile, score_into and gather of a tile of Q, UQ or both, whose panels have Q_ROWS rows.
 DEVICE void load_q(u32 to, const TensorMap& map, u32 bar, int row, int head, int batch) {
@@ -70,22 +62,6 @@ DEVICE void gather_q(float (&acc)[HEAD_DIM / 2], const Fragments& p, u32 q) {
     for (int t = 0; t < QUERIES / 16; t++)
         wgmma<HEAD_DIM, 1>(acc, p[t], by_rows<Q_ROWS>(q, t), true);
 }
-
-// The query heads of the group, and of each the tiles of queries that see these keys.
-struct QueryTiles {
-    int head, end_head, begin, end, m;
-    DEVICE QueryTiles(const Attention& a, Place here, Range queries)
-        : head(here.head * a.group), end_head(head + a.group), begin(queries.begin), end(queries.end), m(begin) {}
-    DEVICE bool more() const { return m < end && head < end_head; }
-    DEVICE bool last() const { return m + QUERIES >= end && head + 1 == end_head; }
-    DEVICE void advance() {
-        m = int(fresh(m + QUERIES)); // fresh: or everything made of m is a counter too
-        if (m >= end && head + 1 < end_head) {
-            head++;
-            m = begin;
-        }
-    }
-};
 
 DEVICE void load_keys(const Attention& a, const Maps& maps, u32 base, u32 bar, Place here) {
     int n = here.tile * KEYS - a.first_key;
@@ -110,7 +86,7 @@ DEVICE void load_queries(const Attention& a, const Maps& maps, u32 base, Ring<ST
     if (HAS_UQ)
         load_q(q + UQ_AT, maps.uq, full, m, to.head, batch);
     load_tile<QUERIES, VALUE_DIM>(q + D_AT, maps.d, full, m, to.head, batch);
-    load_bulk(q + STATISTICS_AT, a.statistics + i64(line) * a.padded_queries + to.m, STATISTICS, full);
+    stream_statistics(a, q + STATISTICS_AT, full, to, batch);
     ring.advance();
     to.advance();
 }
@@ -172,23 +148,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Ring<STAGES> ring(keys_full + 8);
     Ring<BUFFERS> exchange(ring.full + ring.BYTES);
     u32 place_at = exchange.full + exchange.BYTES, tile_at = place_at + 16;
-    // Under a causal mask the first keys are seen by the most queries: the longest tiles come first as they are.
-    i64 streamed = i64(a.queries) * (4 * HEAD_DIM + 2 * VALUE_DIM + STATISTICS_BYTES + FUSED * 4 * HEAD_DIM) * a.group;
-    Place here = place(blockIdx.x, (a.keys + KEYS - 1) / KEYS, a.key_heads, a.batches, streamed);
+    Place here = column_tile(a, 4 * HEAD_DIM + 2 * VALUE_DIM + STATISTICS_BYTES + FUSED * 4 * HEAD_DIM);
     if (threadIdx.x == 0) {
         barrier_init(keys_full, 1);
         ring.init(MATH_THREADS);
-        for (int e = 0; e < BUFFERS; e++) {
-            barrier_init(exchange.full + 8 * e, MATH_THREADS);
-            barrier_init(exchange.empty + 8 * e, APART ? 4 : 8);
-        }
+        exchange.init(APART ? 4 : 8, MATH_THREADS);
         barrier_init_fence();
         store_place(place_at, here);
     }
     sync_threads();
-    int n = here.tile * KEYS;
-    Range queries = Band(a).queries_of(n, KEYS);
-    queries.begin = queries.begin / QUERIES * QUERIES; // the accumulator knows tiles of 8 queries, the statistics pairs
+    Range queries = tiles_of_queries(Band(a), here.tile * KEYS);
 
     if (threadIdx.x >= MATH_THREADS) {
         registers_shrink<SERVICE_REGISTERS>();
@@ -341,8 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         Score g;
         if (FUSED) {
             store_transposed(fresh(ds_to + PANEL), w);
-            proxy_fence();
-            barrier_arrive(exchange.full + 8 * exchange.stage());
+            exchange.fill_by_lanes();
         }
         if (FUSED && !APART) {
             exchange.wait();
@@ -370,8 +338,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         ring.release_by_lanes();
         ring.advance();
     }
-    here = load_place(place_at);
-    int key = here.tile * KEYS + threadIdx.x / 32 * 16 + lane_id() / 4;
-    store_rows(a.out_k, here.batch, here.head, key, a.keys, a.dim, acc_k, a.scale);
-    store_rows(a.out_v, here.batch, here.head, key, a.keys, a.value_dim, acc_v, 1.f);
+    store_results(a, load_place(place_at), acc_k, acc_v);
 }

@@ -58,9 +58,9 @@ struct Ring {
     u32 full, empty, turn = 0; // turn of 2·DEPTH: stage and phase in one register
     DEVICE explicit Ring(u32 barriers) : full(barriers), empty(barriers + 8 * DEPTH) {}
     static constexpr u32 BYTES = 16 * DEPTH;
-    DEVICE void init(u32 readers) const {
+    DEVICE void init(u32 readers, u32 writers = 1) const {
         for (int s = 0; s < DEPTH; s++) {
-            barrier_init(full + 8 * s, 1);
+            barrier_init(full + 8 * s, writers);
             barrier_init(empty + 8 * s, readers);
         }
     }
@@ -76,6 +76,11 @@ struct Ring {
     DEVICE u32 fill(u32 bytes) const {
         wait_empty();
         return announce(bytes);
+    }
+    // The same where every thread of some warps has stored its part for wgmma to read.
+    DEVICE void fill_by_lanes() const {
+        proxy_fence();
+        barrier_arrive(full + 8 * stage());
     }
     // The reader's side, once its reads are complete. A stage that only wgmma reads is released by every warp; one that
     // lanes read with loads of their own, by every lane.

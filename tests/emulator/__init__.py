@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import launching
 import numpy as np
 
 from flashbob_cupy import driver, kernels
@@ -337,7 +338,7 @@ class _Driver:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        fresh = {"_cubins": self._cubins, "_loaded": self._loaded, "_recipes": {}}
+        fresh = {"_cubins": self._cubins, "_loaded": self._loaded}
         with mock.patch.multiple(kernels, driver=lambda: self, compile=self.compile, **fresh):
             yield
 
@@ -403,13 +404,11 @@ def execute(
             name: _View(memory.address(x), tuple(s // x.itemsize for s in x.strides)) for name, x in arrays.items()
         }
         try:
-            kernels.execute(
+            launching.execute(
                 problem,
                 {name: views.get(name) for name in inputs},
                 {name: views.get(name) for name in outputs},
                 workspace,
-                0,
-                0,
             )
         finally:
             touched = [_runtime().emu_free(address) for address in workspaces]
