@@ -149,7 +149,7 @@ _importing = threading.Lock()  # cuda-core cannot be imported by two threads at 
 def compile(specialisation: Specialisation, arch: str, *, cached: bool = True) -> Compiled:
     """Compile one kernel for an architecture such as "sm_90a"; no GPU or driver is needed.
 
-    `cached=False` neither reads nor writes the disk cache, so that `log` and `resources` are always there.
+    `cached=False` neither reads nor writes a cache, so that `log` and `resources` are always there.
 
     Raises:
         CompileError: NVRTC is not installed, or refuses the kernel; the message holds its log with file and line.
@@ -157,20 +157,24 @@ def compile(specialisation: Specialisation, arch: str, *, cached: bool = True) -
     text = source(specialisation.path)
     try:
         with _importing:
+            from cuda.bindings import nvrtc
             from cuda.core import Program, ProgramOptions
     except ImportError as error:
         raise CompileError(
             "compiling kernels needs cuda-core, cuda-bindings and NVRTC: install flashbob-cupy[cu13] or "
             f"flashbob-cupy[cu12] ({error})"
         ) from error
-    options = ProgramOptions(
-        name=specialisation.path.replace("/", "_"),
-        arch=arch,
-        define_macro=[(name, str(value)) for name, value in specialisation.macros],
-        ptxas_options=["-v"],
-    )
     log = io.StringIO()
     try:
+        # Where there is a driver, NVRTC keeps a cache of its own since 12.9, and says nothing of what it finds there.
+        _, *version = nvrtc.nvrtcVersion()
+        options = ProgramOptions(
+            name=specialisation.path.replace("/", "_"),
+            arch=arch,
+            define_macro=[(name, str(value)) for name, value in specialisation.macros],
+            ptxas_options=["-v"],
+            no_cache=not cached and tuple(version) >= (12, 9),
+        )
         cache = _disk_cache(cache_dir()) if cached else None
         code = bytes(Program(text, "c++", options).compile("cubin", logs=log, cache=cache).code)
     except Exception as error:  # cuda-core has no common base for the errors of NVRTC and of finding it

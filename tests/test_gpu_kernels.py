@@ -228,6 +228,16 @@ def test_little_shared_memory(case: Case, engine: str, little_shared_memory: pla
     check(case, engine)
 
 
+@pytest.mark.gpu
+def test_a_kernel_that_was_compiled_before_is_reported_too() -> None:
+    """NVRTC's own cache, which works only where there is a driver, says nothing of registers and spills."""
+    one = next(s for s in planning.specialisations(kernels.device_info(0).arch) if s.kernel == "copy_rows")
+    for _ in range(2):
+        made = kernels.compile(one, kernels.device_info(0).arch, cached=False)
+        assert made.resources is not None
+        assert made.resources.registers > 0
+
+
 # ---- streams, graphs, threads, devices -----------------------------------------------------------------------------
 SMALL = (
     Case(130, 200, causal=True, deterministic=True, dlse=True),

@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         barrier_init(keys_full, 1);
         ring.init(MATH_THREADS);
-        exchange.init(4 * WARPGROUPS, MATH_THREADS);
+        exchange.init(4 * WARPGROUPS, 4 * WARPGROUPS);
         barrier_init_fence();
         store_place(base + PLACE, here);
     }
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int i = 0; i < QUERIES / 16; i++)
             store_shared_4(base + EXCHANGE + wg * PANEL + i * 2048 + threadIdx.x % 128 * 16, 0.f, 0.f, 0.f, 0.f);
-        exchange.fill_by_lanes();
+        exchange.fill_by_warps();
         exchange.advance();
     }
     barrier_wait(keys_full, 0);
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (FUSED) {
                 exchange.wait_empty();
                 store_transposed(tile + EXCHANGE + exchange.stage() * BUFFER_BYTES + wg * PANEL, ds);
-                exchange.fill_by_lanes();
+                exchange.fill_by_warps();
                 exchange.advance();
                 wgmma_wait<1>();
                 settle_queries(g);

@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         barrier_init(keys_full, 1);
         ring.init(MATH_THREADS);
-        exchange.init(APART ? 4 : 8, MATH_THREADS);
+        exchange.init(APART ? 4 : 8, MATH_THREADS / 32);
         barrier_init_fence();
         store_place(place_at, here);
     }
@@ -310,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         Score g;
         if (FUSED) {
             store_transposed(fresh(ds_to + PANEL), w);
-            exchange.fill_by_lanes();
+            exchange.fill_by_warps();
         }
         if (FUSED && !APART) {
             exchange.wait();

@@ -77,10 +77,12 @@ struct Ring {
         wait_empty();
         return announce(bytes);
     }
-    // The same where every thread of some warps has stored its part for wgmma to read.
-    DEVICE void fill_by_lanes() const {
+    // The same where every lane of some warps has stored its part for wgmma to read.
+    DEVICE void fill_by_warps() const {
         proxy_fence();
-        barrier_arrive(full + 8 * stage());
+        sync_warp();
+        if (lane_id() == 0)
+            barrier_arrive(full + 8 * stage());
     }
     // The reader's side, once its reads are complete. A stage that only wgmma reads is released by every warp; one that
     // lanes read with loads of their own, by every lane.
