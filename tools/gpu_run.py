@@ -99,10 +99,10 @@ def run_tests() -> dict[str, int]:
 
 
 def cases() -> Iterator[Any]:
-    """The benchmark: every op and length, then the deterministic double backward."""
+    """The benchmark: every op and length, the longest first, and the deterministic double backward."""
     from flashbob_cupy import bench
 
-    for D, N in itertools.product(WIDTHS, LENGTHS):
+    for N, D in itertools.product(sorted(LENGTHS, reverse=True), WIDTHS):
         for op, deterministic in [*((op, False) for op in bench.OPS), ("bob", True)]:
             yield bench.Case(op, 4, 12, 12, N, N, D, D, "bfloat16", causal=True, deterministic=deterministic)
 
@@ -131,7 +131,7 @@ def run_benchmark(memory_bytes: int, limit_s: float) -> tuple[list[dict[str, obj
                 return measurements, [*failures, f"stopped after {limit_s:.0f} s, before {impl} {case}"]
             try:
                 record = bench.measure(case, impl, "cuda")
-                if case.N >= LONG and impl in (families[0], "torch-cudnn"):
+                if case.N >= LONG and impl == families[0]:
                     record["rested_ms"] = rested_ms(case, impl)
             except (RuntimeError, NotImplementedError) as error:
                 message = f"{impl} {case.op} N={case.N} D={case.D}: {str(error).splitlines()[0]}"
@@ -150,33 +150,27 @@ def run_benchmark(memory_bytes: int, limit_s: float) -> tuple[list[dict[str, obj
     return measurements, failures
 
 
-def rested_ms(case: Any, impl: str) -> float:
+def rested_ms(case: Any, family: str) -> float:
     """Median device milliseconds of the first calls after a pause."""
     import torch
 
     from flashbob_cupy import bench
     from flashbob_cupy.check import forced_family
 
-    place = bench.TorchCuda()
-    if impl in bench.PEERS:
-        return first_calls(bench.peer_call(case, impl, place), torch)
-    with forced_family(impl):
-        return first_calls(bench.library_call(case, place), torch)
-
-
-def first_calls(call: Any, torch: Any) -> float:
-    call()
-    torch.cuda.synchronize()
-    time.sleep(PAUSE_S)
-    call()
-    samples: list[float] = []
-    while sum(samples) < 1e3 * RESTED_S:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+    with forced_family(family):
+        call = bench.library_call(case, bench.TorchCuda())
         call()
-        end.record()
         torch.cuda.synchronize()
-        samples.append(begin.elapsed_time(end))
+        time.sleep(PAUSE_S)
+        call()
+        samples: list[float] = []
+        while sum(samples) < 1e3 * RESTED_S:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            samples.append(begin.elapsed_time(end))
     return float(f"{statistics.median(samples):.4g}")
 
 

@@ -18,13 +18,14 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import statistics
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +111,10 @@ def specialisation(p: Problem, family: str, kernel: str, tile: plan.Tile, device
     return next(s for s in found if s.kernel == kernel and s.family == family)
 
 
-def compiles(one: plan.Specialisation, arch: str) -> str:
-    """Empty, or why the candidate is none. Launches in this process take what was compiled here."""
+def verdict(one: plan.Specialisation, arch: str, compiling: Future[kernels.Compiled]) -> str:
+    """Empty, or why the candidate is none. Launches in this process take what was compiled."""
     try:
-        compiled = kernels.compile(one, arch, cached=False)
+        compiled = compiling.result()
     except CompileError as error:
         reason = re.search(r'static assertion failed with "([^"]*)"', str(error))
         return reason[1] if reason else str(error).splitlines()[0]
@@ -127,7 +128,7 @@ def compiles(one: plan.Specialisation, arch: str) -> str:
 Job = tuple[str, int]  # kernel, head dimension
 
 
-def usable(size: Size, family: str, jobs: list[Job], device: plan.Device) -> dict[Job, list[plan.Tile]]:
+def usable(size: Size, family: str, jobs: list[Job], device: plan.Device, pool: Executor) -> dict[Job, list[plan.Tile]]:
     """The candidates of every kernel that compile as they should; without the planned tile first, a RuntimeError."""
     every = [
         (job, tile, specialisation(p, family, job[0], tile, device))
@@ -135,10 +136,10 @@ def usable(size: Size, family: str, jobs: list[Job], device: plan.Device) -> dic
         for p in [size.problem(*job)]
         for tile in candidates(p, family, job[0], device)
     ]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        reasons = list(pool.map(lambda entry: compiles(entry[2], device.arch), every))
+    compiling = [pool.submit(kernels.compile, one, device.arch, cached=False) for _, _, one in every]
     found: dict[Job, list[plan.Tile]] = {job: [] for job in jobs}
-    for (job, tile, _), reason in zip(every, reasons, strict=True):
+    for (job, tile, one), future in zip(every, compiling, strict=True):
+        reason = verdict(one, device.arch, future)
         print(f"{family} {job[0]} D={job[1]} {dataclasses.astuple(tile)} {reason or 'compiles'}", file=sys.stderr)
         if not reason:
             found[job].append(tile)
@@ -191,7 +192,9 @@ def main() -> int:
     jobs = list(itertools.product(arguments.kernel or TIMED, arguments.dim or (64, 128)))
     size = Size(arguments.batch, arguments.heads, arguments.length)
     end = time.monotonic() + arguments.limit
-    found = usable(size, family, jobs, device)
+    # Processes: NVRTC compiles one kernel at a time in each.
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        found = usable(size, family, jobs, device, pool)
     if arguments.list:
         print(f"{sum(map(len, found.values()))} candidates for {len(jobs)} kernels and head dimensions")
         return 0
