@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -485,7 +483,7 @@ def test_cache_clear_of_nothing(monkeypatch, tmp_path):
     assert document(flashbob("cache", "info", "--json")) == {"path": str(tmp_path / "absent"), "files": 0, "bytes": 0}
 
 
-# -------------------------------------------------------------------------------------------- bench and records
+# -------------------------------------------------------------------------------------------- bench
 
 FIELDS = (
     *("op", "impl", "B", "Hq", "Hkv", "M", "N", "D", "Dv", "dtype", "causal", "deterministic"),
@@ -506,61 +504,3 @@ def test_bench_measures_the_library_and_its_peers():
     assert {row["impl"] for row in rows} - {"blocked"} <= {"torch-math"}
     text = flashbob("bench", "--device", "cpu", "-n", "16", "--heads", "1", "--dim", "8", "--op", "jvp")
     assert "peak_mib" in text.stdout
-
-
-@pytest.fixture
-def gpu_run(monkeypatch, tmp_path):
-    spec = importlib.util.spec_from_file_location("gpu_run", ROOT / "tools" / "gpu_run.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for name, content in (("cuda/sm80/a.cu", "x"), ("cuda/b.cuh", "y"), ("flashbob_cupy/c.py", "z")):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
-    monkeypatch.setattr(module, "ROOT", tmp_path)
-    monkeypatch.setattr(module, "RESULTS", tmp_path / "docs" / "results")
-    module.RESULTS.mkdir(parents=True)
-    return module
-
-
-def test_the_gpu_run_counts_tests_that_record_numbers(gpu_run, tmp_path):
-    test = tmp_path / "test_number.py"
-    test.write_text("def test_number(record_property):\n    record_property('host_us', 1.0)\n")
-    config = ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={tmp_path}"]
-    command = [*gpu_run.PYTEST, *config, f"--junitxml={tmp_path / 'report.xml'}", str(test)]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
-    assert 'name="host_us"' in (tmp_path / "report.xml").read_text()
-
-
-def test_record_of_other_sources_is_found_out(gpu_run, tmp_path, capsys):
-    assert gpu_run.check() == 1
-    assert "no record" in capsys.readouterr().out
-    tests = {"passed": 3, "failed": 0, "skipped": 0}
-    record = {"date": "2000-01-01", "sources": gpu_run.source_hash(), "tests": tests, "measurements": [{"op": "bob"}]}
-    path = gpu_run.RESULTS / "gpu.json"
-    path.write_text(json.dumps(record))
-    (gpu_run.RESULTS / "tiles-gpu.json").write_text("[]")  # of tools/tiles.py
-    assert gpu_run.check() == 0
-    path.write_text(json.dumps(record | {"tests": tests | {"failed": 1}}))
-    assert gpu_run.check() == 1
-    path.write_text(json.dumps(record | {"measurements": []}))
-    assert gpu_run.check() == 1
-    path.write_text(json.dumps(record))
-    (tmp_path / "flashbob_cupy" / "__pycache__").mkdir()
-    (tmp_path / "flashbob_cupy" / "__pycache__" / "c.pyc").write_bytes(b"compiled")
-    assert gpu_run.check() == 0, "only sources count"
-    for changed in ("cuda/sm80/a.cu", "cuda/b.cuh", "flashbob_cupy/c.py"):
-        before = (tmp_path / changed).read_text()
-        (tmp_path / changed).write_text(before + " ")
-        assert gpu_run.check() == 1, changed
-        (tmp_path / changed).write_text(before)
-    (tmp_path / "cuda" / "b.cuh").rename(tmp_path / "cuda" / "renamed.cuh")
-    assert gpu_run.check() == 1
-
-
-def test_record_check_needs_the_standard_library_alone():
-    command = [sys.executable, "-I", "-S", str(ROOT / "tools" / "gpu_run.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 1)
-    assert done.stderr == ""
-    assert "docs/results" in done.stdout

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashbob_cupy import check, kernels, reference
+from flashbob_cupy import check, reference
 from flashbob_cupy import plan as planning
 from flashbob_cupy.errors import UnsupportedError
 from flashbob_cupy.plan import Device, Plan, arch_for, plan, readable, route, specialisations, typical_device
@@ -334,59 +330,3 @@ def test_specialisations_differ_in_what_matters(arch: str) -> None:
         assert {dict(s.macros)[name] for s in found if name in dict(s.macros)} == values
     with pytest.raises(ValueError, match="arch: expected one of"):
         specialisations("sm_75")
-
-
-# ---- tools/tiles.py ------------------------------------------------------------------------------------------------
-def _tiles() -> Any:
-    spec = importlib.util.spec_from_file_location("tiles", CUDA.parent / "tools" / "tiles.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("heads", [12, 1])
-@pytest.mark.parametrize(
-    ("family", "arch"), [("sm80", "sm_80"), ("sm80", "sm_86"), ("sm90", "sm_90a")], ids=lambda x: str(x)
-)
-def test_candidates_for_measurement_hold_the_planned_tile_and_fit(family: str, arch: str, heads: int) -> None:
-    tiles, device = _tiles(), typical_device(arch)
-    assert set(tiles.TIMED) == set(planning.TABLES[family])
-    for kernel, D in itertools.product(tiles.TIMED, (64, 128)):
-        p = tiles.Size(4, heads, 1024).problem(kernel, D)
-        found = tiles.candidates(p, family, kernel, device)
-        made = plan(p, device, family, everything(p))
-        launched = next(s for s in made.specialisations() if s.kernel == kernel and s.family == family)
-        macros = dict(launched.macros)
-        first = {name: macros[name] for name in ("QUERIES", "KEYS", "STAGES")}
-        assert dataclasses.asdict(found[0]) == first | {"WARPS": launched.threads // 32}
-        assert len(set(found)) == len(found) > 1
-        for tile in found[1:]:
-            with tiles.planned(family, kernel, tile):
-                made = plan(p, device, family, everything(p))
-            assert all(s.shared_bytes <= device.shared_limit for s in made.specialisations())
-        again = plan(p, device, family, everything(p))
-        assert launched in again.specialisations(), "the table is as it was"
-
-
-def test_measurements_never_go_without_the_planned_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles, device = _tiles(), typical_device("sm_90a")
-    size, job = tiles.Size(4, 12, 1024), ("bob_rows", 64)
-    planned = tiles.candidates(size.problem(*job), "sm90", job[0], device)[0]
-    bad: set[int] = set()
-
-    def compile(one: planning.Specialisation, arch: str, *, cached: bool) -> kernels.Compiled:
-        assert not cached, "what comes from the cache has no report"
-        return kernels.Compiled(b"", "", kernels.Resources(168, 4 if dict(one.macros)["STAGES"] in bad else 0, 0, ()))
-
-    monkeypatch.setattr(kernels, "compile", compile)
-    monkeypatch.setattr(kernels, "_cubins", kernels._Once())
-    with ThreadPoolExecutor() as pool:
-        assert tiles.usable(size, "sm90", [job], device, pool)[job][0] == planned
-        bad.add(planned.STAGES + 1)
-        assert tiles.usable(size, "sm90", [job], device, pool)[job][0] == planned
-        bad.add(planned.STAGES)
-        with pytest.raises(RuntimeError, match=r"planned for bob_rows at D=64, Tile.* is no candidate: spills"):
-            tiles.usable(size, "sm90", [job], device, pool)
