@@ -260,4 +260,5 @@ def test_host_time_of_a_second_order_step(record_property: Callable[[str, object
     for name, microseconds in medians.items():
         record_property(name, microseconds)
     print(f"forward, backward and double backward through autograd, median microseconds of the host: {medians}")
-    assert medians["host_us"] < medians["pytorch_math_host_us"]  # both depend on the machine, and on what else it does
+    # The aim is 450. How long both take depends on the machine, and on what else it does.
+    assert medians["host_us"] < min(1500, medians["pytorch_math_host_us"])

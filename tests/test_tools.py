@@ -62,6 +62,10 @@ def test_what_is_to_be_compared_must_be_named() -> None:
     assert done.returncode == 2
     assert "name a revision of git, or a tile" in done.stderr
     assert _run("--tile", "bob_rows=1,2").returncode == 2
+    done = _run("no-such-revision", "--device", "cpu")
+    assert done.returncode == 1
+    assert done.stderr.startswith("no-such-revision: ")
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -74,10 +78,12 @@ def test_the_tile_of_a_side_is_planned(
     device = dataclasses.replace(planning.typical_device("sm_90a"), multiprocessors=132)
     monkeypatch.setattr(kernels, "device_info", lambda _: device)
     table = planning.TABLES["sm90"]
-    monkeypatch.setitem(table, kernel, table[kernel])
-    _tool("compare").use_tile(kernel, 64, sizes)
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    before = table[kernel]
     p = Problem("bob", 4, 12, 12, 4096, 4096, 64, 64, "bfloat16", Mask(right=0), 0.125, uq=True, uk=True, uv=True)
-    made = planning.plan(p, device, "sm90", everything(p))
+    with _tool("compare").tile_planned(kernel, 64, sizes):
+        made = planning.plan(p, device, "sm90", everything(p))
+    assert table[kernel] is before
     one = next(s for s in made.specialisations() if s.kernel == kernel)
     assert [dict(one.macros)[name] for name in ("QUERIES", "KEYS", "STAGES")] == sizes
     assert one.threads == threads

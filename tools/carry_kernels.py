@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import itertools
 import json
-import multiprocessing
 import os
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from flashbob_cupy import kernels
-from flashbob_cupy.plan import SHARED_LIMITS, specialisations
+from flashbob_cupy.plan import SHARED_LIMITS, Specialisation, specialisations
 
 
 def main() -> int:
@@ -28,17 +26,15 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
 
-    wanted = specialisations(arguments.arch)
-    # Processes: NVRTC compiles one kernel at a time in each.
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        codes = [made.code for made in pool.map(kernels.compile, wanted, itertools.repeat(arguments.arch))]
-    entries: list[dict[str, str]] = []
-    for one, code in zip(wanted, codes, strict=True):
+    def carry(one: Specialisation) -> dict[str, str]:
+        code = kernels.compile(one, arguments.arch).code
         name = sha256(code) + ".cubin"
         (arguments.folder / name).write_bytes(code)
         source = sha256(kernels.source(one.path).encode())
-        entries.append({"arch": arguments.arch, "kernel": str(one), "source": source, "file": name})
+        return {"arch": arguments.arch, "kernel": str(one), "source": source, "file": name}
 
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        entries = list(pool.map(carry, specialisations(arguments.arch)))
     (arguments.folder / "manifest.json").write_text(
         json.dumps({"nvrtc": nvrtc_version(), "kernels": entries}, indent=1)
     )

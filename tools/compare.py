@@ -12,7 +12,6 @@ calls of a tenth of a second after a pause, `sustained` that of calls without pa
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import os
@@ -22,8 +21,8 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -39,15 +38,18 @@ def serve() -> int:
     from flashbob_cupy import bench
 
     asked = json.loads(sys.stdin.readline())
-    device, tiles = asked.pop("device"), asked.pop("tiles")
-    for kernel, sizes in tiles.items():
-        use_tile(kernel, asked["D"], sizes)
-    place: Any = bench.Cpu() if device == "cpu" else bench.TorchCuda() if bench.torch_with_cuda() else bench.CupyCuda()
-    call = bench.library_call(bench.Case(**asked), place)
-    call()
-    answer(None)
-    for line in sys.stdin:
-        answer(milliseconds(call, place, json.loads(line)))
+    folder = Path(asked.pop("folder"))
+    if not Path(bench.__file__).is_relative_to(folder):
+        raise SystemExit(f"the library of {folder} was asked for, that of {bench.__file__} was found")
+    place = bench._place(asked.pop("device"), torch_tensors=False)
+    with ExitStack() as stack:
+        for kernel, sizes in asked.pop("tiles").items():
+            stack.enter_context(tile_planned(kernel, asked["D"], sizes))
+        call = bench.library_call(bench.Case(**asked), place)
+        call()
+        answer(None)
+        for line in sys.stdin:
+            answer(milliseconds(call, place, json.loads(line)))
     return 0
 
 
@@ -55,22 +57,20 @@ def answer(value: object) -> None:
     print(ANSWER + json.dumps(value), flush=True)
 
 
-def use_tile(kernel: str, D: int, sizes: list[int]) -> None:
-    """Plan the kernel with this tile alone, in the family of the GPU."""
+def tile_planned(kernel: str, D: int, sizes: list[int]) -> AbstractContextManager[None]:
+    """Plan the kernel with a tile of these sizes alone, in the family of the GPU."""
+    import tiles
+
     from flashbob_cupy import kernels, plan
 
-    table = plan.TABLES["sm90" if kernels.device_info(0).arch == "sm_90a" else "sm80"]
-    entry = table[kernel]
-    before = entry.tiles[min(width for width in entry.tiles if width >= D)][0]
-    queries, keys, stages = sizes
-    owned, owned_before = (queries, before.QUERIES) if entry.by_rows else (keys, before.KEYS)
-    warps = before.WARPS + (owned - owned_before) // 16 if table is plan.TABLES["sm90"] else before.WARPS
-    changes = {field.name: None for field in dataclasses.fields(entry) if field.name in ("unfused", "few")}
-    table[kernel] = dataclasses.replace(entry, tiles={128: (plan.Tile(queries, keys, stages, warps),)}, **changes)
+    family = "sm90" if kernels.device_info(0).arch == "sm_90a" else "sm80"
+    entry = plan.TABLES[family][kernel]
+    first = entry.tiles[min(width for width in entry.tiles if width >= D)][0]
+    return tiles.planned(family, kernel, tiles.resized(first, family, entry, *sizes))
 
 
-def milliseconds(call: Any, place: Any, seconds: float) -> list[float]:
-    """Of every call in the given time, one at least."""
+def milliseconds(call: Callable[[], object], place: Any, seconds: float) -> list[float]:
+    """Of every call in the given time, one at least; on a GPU between two events."""
     samples: list[float] = []
     events = getattr(place, "events", None)
     while not samples or sum(samples) < 1e3 * seconds:
@@ -94,10 +94,13 @@ class Side:
     """A process that has the library of one folder."""
 
     def __init__(self, name: str, folder: Path, tiles: dict[str, list[int]]) -> None:
-        self.name, self.tiles = name, tiles
+        self.name, self.folder, self.tiles = name, folder, tiles
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--serve"],
-            env={**os.environ, "PYTHONPATH": str(folder)},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -125,9 +128,11 @@ class Side:
 def revision(name: str) -> Iterator[Path]:
     """The library of a revision, in a folder for the time being."""
     packed = subprocess.run(
-        ["git", "archive", name, "cuda", "flashbob_cupy"], cwd=ROOT, check=True, stdout=subprocess.PIPE
-    ).stdout
-    with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=BytesIO(packed)) as files:
+        ["git", "archive", name, "cuda", "flashbob_cupy"], cwd=ROOT, capture_output=True, check=False
+    )
+    if packed.returncode:
+        raise SystemExit(f"{name}: {packed.stderr.decode().strip()}")
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=BytesIO(packed.stdout)) as files:
         files.extractall(folder, filter="data")
         yield Path(folder)
 
@@ -135,7 +140,7 @@ def revision(name: str) -> Iterator[Path]:
 def compare(sides: list[Side], case: dict[str, Any], rounds: int) -> dict[str, dict[str, float]]:
     """Medians by side, first and sustained."""
     for side in sides:
-        side.ask({**case, "tiles": side.tiles})
+        side.ask({**case, "tiles": side.tiles, "folder": str(side.folder)})
     found: dict[str, dict[str, list[float]]] = {side.name: {"first": [], "sustained": []} for side in sides}
     for turn, (kind, seconds) in itertools.product(range(rounds), (("first", FIRST_S), ("sustained", SUSTAINED_S))):
         for side in sides if turn % 2 == 0 else sides[::-1]:

@@ -152,26 +152,19 @@ def run_benchmark(memory_bytes: int, limit_s: float) -> tuple[list[dict[str, obj
 
 def rested_ms(case: Any, family: str) -> float:
     """Median device milliseconds of the first calls after a pause."""
-    import torch
+    from compare import milliseconds
 
     from flashbob_cupy import bench
     from flashbob_cupy.check import forced_family
 
+    place = bench.TorchCuda()
     with forced_family(family):
-        call = bench.library_call(case, bench.TorchCuda())
+        call = bench.library_call(case, place)
         call()
-        torch.cuda.synchronize()
+        place.torch.cuda.synchronize()
         time.sleep(PAUSE_S)
-        call()
-        samples: list[float] = []
-        while sum(samples) < 1e3 * RESTED_S:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
-            samples.append(begin.elapsed_time(end))
-    return float(f"{statistics.median(samples):.4g}")
+        milliseconds(call, place, 0)
+        return float(f"{statistics.median(milliseconds(call, place, RESTED_S)):.4g}")
 
 
 def matmul_tflops(size: int = 8192) -> float:

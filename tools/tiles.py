@@ -68,17 +68,14 @@ def candidates(p: Problem, family: str, kernel: str, device: plan.Device) -> lis
     entry = plan.TABLES[family][kernel]
     fused = int(not TIMED[kernel][1])
     first = entry.choose(p, device, p.D, p.D, fused, kernel)
-    # A warp of the portable family may own 16 or 32 rows of results; a warpgroup of the other always owns 64.
+    # A warp of the portable family may own 16 or 32 rows of results.
     found = [first, *(dataclasses.replace(first, WARPS=warps) for warps in (4, 8) if family == "sm80")]
-    owned, streamed = ("QUERIES", "KEYS") if entry.by_rows else ("KEYS", "QUERIES")
-    for steps in itertools.product((0, -64, 64), (0, -64, -32, -16, 16, 32, 64), (0, -1, 1)):
-        if 0 in steps:
-            changes = {
-                name: getattr(first, name) + step for name, step in zip((owned, streamed, "STAGES"), steps, strict=True)
-            }
-            if family == "sm90":
-                changes["WARPS"] = 4 * (changes[owned] // 64 + 1)
-            found.append(dataclasses.replace(first, **changes))
+    for own, stream, stages in itertools.product((0, -64, 64), (0, -64, -32, -16, 16, 32, 64), (0, -1, 1)):
+        if 0 in (own, stream, stages):
+            queries, keys = (own, stream) if entry.by_rows else (stream, own)
+            found.append(
+                resized(first, family, entry, first.QUERIES + queries, first.KEYS + keys, first.STAGES + stages)
+            )
     unit = 64 if family == "sm90" else 16
     return [
         tile
@@ -88,6 +85,12 @@ def candidates(p: Problem, family: str, kernel: str, device: plan.Device) -> lis
         and tile.STAGES >= 1
         and entry.shared(tile, p.D, p.D, fused) <= device.shared_limit
     ]
+
+
+def resized(tile: plan.Tile, family: str, entry: plan.Kernel, queries: int, keys: int, stages: int) -> plan.Tile:
+    """A tile of these sizes; a warpgroup of Hopper's always owns 64 rows of results, and one more loads."""
+    warps = 4 * ((queries if entry.by_rows else keys) // 64 + 1) if family == "sm90" else tile.WARPS
+    return plan.Tile(queries, keys, stages, warps)
 
 
 @contextlib.contextmanager
@@ -192,7 +195,7 @@ def main() -> int:
     jobs = list(itertools.product(arguments.kernel or TIMED, arguments.dim or (64, 128)))
     size = Size(arguments.batch, arguments.heads, arguments.length)
     end = time.monotonic() + arguments.limit
-    # Processes: NVRTC compiles one kernel at a time in each.
+    # In threads of one process, 16 cores have taken longer than one core alone would (docs/kernels.md, "Compiling").
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         found = usable(size, family, jobs, device, pool)
     if arguments.list:
