@@ -111,7 +111,8 @@ class Kernel:
     `by_rows`: one CTA per tile of queries and query head; otherwise one per tile of keys and key head.
     `maps`: the fields (`FIELDS`) of the tensor maps that the kernel takes as its second parameter, in order.
     `few`: tiles with half or a third of the rows a CTA, for problems so small (`small`) that twice as many
-    multiprocessors or more then share the work.
+    multiprocessors or more then share the work, and for a few rows of many heads.
+    `other`: tiles with fewer rows a CTA, for numbers of rows that those fit better.
     """
 
     tiles: Mapping[int, tuple[Tile, ...]]
@@ -120,6 +121,7 @@ class Kernel:
     maps: tuple[str, ...] = ()
     unfused: Mapping[int, tuple[Tile, ...]] | None = None
     few: Mapping[int, tuple[Tile, ...]] | None = None
+    other: Mapping[int, tuple[Tile, ...]] | None = None
 
     def blocks(self, problem: Problem, tile: Tile) -> int:
         p = problem
@@ -141,23 +143,35 @@ class Kernel:
         def candidates(tiles: Mapping[int, tuple[Tile, ...]]) -> tuple[Tile, ...]:
             return tiles[min(width for width in tiles if width >= max(D, Dv))]
 
-        def fitting(tiles: Mapping[int, tuple[Tile, ...]]) -> Tile | None:
+        def fitting(tiles: Mapping[int, tuple[Tile, ...]] | None) -> Tile | None:
+            if tiles is None or max(tiles) < max(D, Dv):
+                return None
             fits = (tile for tile in candidates(tiles) if self.shared(tile, D, Dv, fused) <= device.shared_limit)
             return next(fits, None)
 
-        if self.few is not None:
-            tile = fitting(self.few)
-            if tile is not None and self.small(problem, device, tile):
-                return tile
+        def padded(tile: Tile) -> int:
+            """The rows of all CTAs of a head."""
+            rows, size = (problem.M, tile.QUERIES) if self.by_rows else (problem.N, tile.KEYS)
+            return -(-rows // size) * size
+
+        few = fitting(self.few)
+        if few is not None and self.small(problem, device, few):
+            return few
         tiles = self.tiles if fused or self.unfused is None else self.unfused
-        tile = fitting(tiles)
-        if tile is not None:
-            return tile
+        factors = {fitting(tiles): 1.0, fitting(self.other): _OTHER, few: _FEW}
+        costs = {tile: factor * padded(tile) for tile, factor in factors.items() if tile is not None}
+        if costs:
+            return min(costs, key=costs.__getitem__)
         least = min(self.shared(tile, D, Dv, fused) for tile in candidates(tiles))
         raise UnsupportedError(
             f"{name} with head dimensions {D} and {Dv} needs {least} bytes of shared memory per block; this device "
             f"offers {device.shared_limit}. Set {FAMILY_VARIABLE}=blocked to compute in blocks of array code instead."
         )
+
+
+#: What a row costs in `other` tiles and in those of `few` as against the usual ones, where all multiprocessors are busy
+#: (docs/kernels.md): so much less must they have to do.
+_OTHER, _FEW = 1.15, 1.5
 
 
 def _panels(width: int) -> int:
@@ -282,6 +296,7 @@ _SM90 = {
         by_rows=True,
         maps=("q", "k", "v"),
         few={64: (Tile(64, 128, 2, 8),), 128: (Tile(64, 80, 2, 8),)},
+        other={64: (Tile(128, 128, 2, 12),), 128: (Tile(128, 144, 2, 12),)},
     ),
     "backward_columns": Kernel(
         {64: (Tile(96, 128, 2, 12),), 128: (Tile(48, 128, 3, 12),)},
@@ -297,6 +312,7 @@ _SM90 = {
         by_rows=True,
         maps=("q", "d", "k", "v"),
         few={64: (Tile(64, 96, 3, 8),), 128: (Tile(64, 80, 3, 8),)},
+        other={64: (Tile(128, 96, 3, 12),)},
     ),
     "bob_rows": Kernel(
         {64: (Tile(192, 64, 3, 16),), 128: (Tile(128, 80, 2, 12),)},
@@ -304,6 +320,7 @@ _SM90 = {
         by_rows=True,
         maps=("q", "uq", "k", "uk", "v", "uv"),
         few={64: (Tile(64, 80, 3, 8),), 128: (Tile(64, 64, 3, 8),)},
+        other={64: (Tile(128, 80, 3, 12),)},
     ),
     "bob_columns": Kernel(
         {64: (Tile(64, 128, 2, 12),), 128: (Tile(48, 128, 2, 12),)},
@@ -609,13 +626,18 @@ def representative_problems() -> Iterator[Problem]:
 def specialisations(arch: str) -> tuple[Specialisation, ...]:
     """The specialisations that `representative_problems` need on `arch`, in every family it runs, each once."""
     device = typical_device(arch)
-    # The problems are small ones on this device, and large ones on a device with one multiprocessor.
-    devices = (device, dataclasses.replace(device, multiprocessors=1))
+    # The problems are small ones on this device, and large ones on a device with one multiprocessor, where shorter ones
+    # may have tiles of their own.
+    one = dataclasses.replace(device, multiprocessors=1)
+    short = (dataclasses.replace(problem, M=100, N=100) for problem in representative_problems())
     found: dict[Specialisation, None] = {}
-    for problem, device in itertools.product(representative_problems(), devices):
+    planned = itertools.chain(
+        itertools.product(representative_problems(), (device, one)), zip(short, itertools.repeat(one))
+    )
+    for problem, on in planned:
         everything = frozenset(INPUTS[problem.op] + OUTPUTS[problem.op])
         for family in ("sm80", "sm90"):
-            if _family_serves(family, problem, device):
+            if _family_serves(family, problem, on):
                 for direct in (everything, frozenset[str]()):
-                    found.update(dict.fromkeys(plan(problem, device, family, direct).specialisations()))
+                    found.update(dict.fromkeys(plan(problem, on, family, direct).specialisations()))
     return tuple(found)

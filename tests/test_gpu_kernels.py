@@ -31,16 +31,17 @@ CARRIED = "FLASHBOB_CARRIED_KERNELS"  # a folder that tools/carry_kernels.py mad
 
 
 # ---- every specialisation ------------------------------------------------------------------------------------------
-def _case(p: Problem) -> Case:
-    """A representative problem, small and with ragged ends; it takes the same kernels."""
+def _case(p: Problem, M: int) -> Case:
+    """A representative problem, small and with ragged ends; it takes the same kernels as the long or a short one."""
     u = "".join(name[1] for name in gpu.COTANGENTS if getattr(p, name)) if p.op in ("bob", "jvp") else "qkv"
     window = None if p.mask.left is None else (p.mask.left, p.mask.right)
     causal = p.mask.left is None and p.mask.right == 0
     masked = {"causal": causal, "window": window}
-    return Case(200, 257, p.D, p.Dv, dtype=p.dtype, deterministic=p.deterministic, u=u, ops=(p.op,), **masked)
+    return Case(M, 257, p.D, p.Dv, dtype=p.dtype, deterministic=p.deterministic, u=u, ops=(p.op,), **masked)
 
 
-REPRESENTATIVE = tuple(dict.fromkeys(_case(p) for p in planning.representative_problems()))
+LONG, SHORT = 190, 100
+REPRESENTATIVE = tuple(dict.fromkeys(_case(p, M) for M in (LONG, SHORT) for p in planning.representative_problems()))
 #: Arrays that every kernel needs copied.
 UNALIGNED = tuple(Case(100, 130, 36, 20, dtype=dtype, causal=True, ops=("bob",)) for dtype in HALF)
 

@@ -135,6 +135,27 @@ def test_small_problems_have_small_tiles(op: str, deterministic: bool, mask: Mas
                 assert b == a
 
 
+@pytest.mark.parametrize(
+    ("op", "D", "rows"),
+    [
+        ("jvp", 64, {1: 64, 64: 64, 65: 128, 128: 128, 129: 192, 192: 192, 256: 128, 384: 192, 640: 128, 4096: 192}),
+        ("forward", 64, {1: 64, 128: 128, 192: 192, 256: 128, 1024: 192}),
+        ("forward", 128, {1: 64, 128: 128, 192: 192, 256: 128, 1024: 192}),
+        ("jvp", 128, {1: 64, 64: 64, 65: 128, 4096: 128}),
+        ("backward", 64, {1: 64, 64: 64, 65: 128, 192: 128, 4096: 128}),
+    ],
+)
+def test_many_heads_take_the_tile_that_has_least_to_do(op: str, D: int, rows: dict[int, int]) -> None:
+    hopper = dataclasses.replace(typical_device("sm_90a"), multiprocessors=132)
+    for length, planned in rows.items():
+        p = problem(op, B=8, Hq=64, Hkv=64, M=length, N=length, D=D, Dv=D, mask=Mask())
+        made = plan(p, hopper, "sm90", everything(p))
+        one = next(launch for launch in made.launches if launch.maps)
+        sizes = dict(one.specialisation.macros)
+        assert sizes["KEYS" if op == "backward" else "QUERIES"] == planned, length
+        assert one.blocks == 512 * -(-length // planned)
+
+
 @given(
     M=st.integers(0, 9),
     N=st.integers(0, 9),
@@ -150,19 +171,20 @@ def test_a_mask_counts_what_is_visible(M: int, N: int, left: int | None, right: 
     assert (reference.visible(mask.transposed(), N, M) == seen.T).all()
 
 
-def test_the_grid_of_check_reaches_tiles_of_both_sizes() -> None:
+def test_the_grid_of_check_reaches_every_tile() -> None:
     device = dataclasses.replace(typical_device("sm_90a"), multiprocessors=132)
+    large = dataclasses.replace(device, multiprocessors=1)  # check.Engine.large
     found = set()
-    for case, op in itertools.product(check.grid(), OPS):
+    for case, op, on in itertools.product(check.grid(), OPS, (device, large)):
         shape = {axis: getattr(case, axis) for axis in ("B", "Hq", "Hkv", "M", "N", "D", "Dv", "dtype")}
         p = problem(op, **shape, deterministic=case.deterministic, mask=Mask(right=0))
-        if route(p, device) == "sm90":
-            for one in plan(p, device, "sm90", everything(p)).specialisations():
+        if route(p, on) == "sm90":
+            for one in plan(p, on, "sm90", everything(p)).specialisations():
                 sizes = dict(one.macros)
                 found.add((one.kernel, sizes.get("HEAD_DIM"), sizes.get("QUERIES"), sizes.get("KEYS")))
     for kernel, entry in planning.TABLES["sm90"].items():
         for D in (64, 128):
-            for tile in (entry.tiles[D][0], entry.few[D][0]):
+            for tile in (table[D][0] for table in (entry.tiles, entry.few, entry.other or {}) if D in table):
                 assert (kernel, D, tile.QUERIES, tile.KEYS) in found, kernel
 
 

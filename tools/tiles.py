@@ -98,7 +98,7 @@ def planned(family: str, kernel: str, tile: plan.Tile) -> Iterator[None]:
     """Plan the kernel with this tile alone."""
     table, entry = plan.TABLES[family], plan.TABLES[family][kernel]
     only = {128: (tile,)}
-    table[kernel] = dataclasses.replace(entry, tiles=only, unfused=None, few=None)
+    table[kernel] = dataclasses.replace(entry, tiles=only, unfused=None, few=None, other=None)
     ops._calls.clear()
     try:
         yield
