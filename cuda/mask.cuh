@@ -74,6 +74,15 @@ struct Band {
             seen = seen && j - i <= high;
         return seen;
     }
+    // The keys that query i sees.
+    DEVICE Range seen(int i) const {
+        Range r = {first_key, keys};
+        if (MASK_LEFT)
+            r.begin = max(r.begin, i + low);
+        if (MASK_RIGHT)
+            r.end = min(r.end, i + high + 1);
+        return r;
+    }
     // Whether query i sees one key only. Its P is then 1 and P∘F̂ exactly 0, as are dS and W unless L has a cotangent,
     // however large the logits are: kernels select so, since differences of numbers that were summed in different
     // orders would leave their rounding behind.
@@ -85,8 +94,9 @@ struct Band {
             last = min(last, i + high);
         return first == last;
     }
-    // Whether P∘F̂ of an entry may be other than 0.
-    DEVICE bool moves(int i, int j) const { return sees(i, j) && !alone(i); }
-    // Whether dS and W of an entry may be other than 0.
+    // The keys of query i whose P∘F̂ may be other than 0.
+    DEVICE Range moving(int i) const { return alone(i) ? Range{0, 0} : seen(i); }
+    // Those whose dS and W may be; and whether an entry is one.
+    DEVICE Range flowing(int i) const { return lse_flows ? seen(i) : moving(i); }
     DEVICE bool flows(int i, int j) const { return sees(i, j) && (lse_flows || !alone(i)); }
 };

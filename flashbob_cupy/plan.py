@@ -307,7 +307,7 @@ _SM90 = {
         few={64: (Tile(96, 64, 2, 8),), 128: (Tile(32, 64, 3, 8),)},
     ),
     "backward_rows": Kernel(
-        {64: (Tile(192, 80, 3, 16),), 128: (Tile(128, 80, 3, 12),)},
+        {16: (Tile(128, 96, 3, 12),), 64: (Tile(192, 80, 3, 16),), 128: (Tile(128, 80, 3, 12),)},
         _hopper_backward_rows_bytes,
         by_rows=True,
         maps=("q", "d", "k", "v"),
@@ -618,6 +618,12 @@ def representative_problems() -> Iterator[Problem]:
         yield problem(op, 40, 40, "float16", causal, **cotangents)
         yield problem(op, 64, 128, "bfloat16", causal, **cotangents)
         yield problem(op, 128, 32, "float16", full, **cotangents)
+    # A window has the most edges: where registers are short they spill first, and where few columns leave many.
+    for deterministic in (False, True):
+        yield problem("bob", 128, 128, "bfloat16", window, deterministic=deterministic, **every)
+        yield problem("bob", 128, 128, "bfloat16", window, deterministic=deterministic, **{**every, "uq": False})
+        for D, Dv in ((128, 128), (16, 16), (16, 64)):
+            yield problem("backward", D, Dv, "bfloat16", window, deterministic=deterministic)
     for missing in every:
         yield problem("bob", 64, 64, "bfloat16", causal, **{**every, missing: False})
         yield problem("bob", 64, 64, "bfloat16", causal, deterministic=True, **{**every, missing: False})

@@ -116,6 +116,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "wide values": {"M": 65, "N": 130, "D": 64, "Dv": 128, "dtype": "float16"},
     "narrow values": {"M": 130, "N": 65, "D": 128, "Dv": 32, "mask": Mask(5, None)},
     "widths that are copied": {"M": 37, "N": 37, "D": 36, "Dv": 20},
+    "warpgroups without a query": {"M": 410, "N": 410, "Hq": 1},
+    "warpgroups without a query in a window": {"M": 410, "N": 700, "Hq": 1, "mask": Mask(200, 0)},
     "one query": {"M": 1, "N": 130, "mask": Mask()},
     "one key": {"M": 37, "N": 1, "mask": Mask()},
 }

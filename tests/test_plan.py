@@ -348,7 +348,8 @@ def test_specialisations_differ_in_what_matters(arch: str) -> None:
     assert len(found) == len(set(found)) == len({(s.path, s.macros) for s in found})
     for name, values in {
         "BFLOAT16": {0, 1}, "MASK_LEFT": {0, 1}, "MASK_RIGHT": {0, 1}, "FUSED": {0, 1}, "HAS_UQ": {0, 1},
-        "HAS_UK": {0, 1}, "HAS_UV": {0, 1}, "HEAD_DIM": {48, 64, 128}, "VALUE_DIM": {32, 48, 64, 128},
+        "HAS_UK": {0, 1}, "HAS_UV": {0, 1}, "HEAD_DIM": {16, 48, 64, 128},
+        "VALUE_DIM": {16, 32, 48, 64, 128},
     }.items():  # fmt: skip
         assert {dict(s.macros)[name] for s in found if name in dict(s.macros)} == values
     with pytest.raises(ValueError, match="arch: expected one of"):

@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_rows(const __g
         multiply<HEAD_DIM, QUERIES>(s, q + lane, warp_id() * MT, k);
         exponential(s, c, l2);
         if (!band.inside(t.m + warp_id() * 16 * MT, 16 * MT, n, KEYS))
-            drop(s, t.row, n, 0.f, [&](int i, int j) { return band.flows(i, j); });
+            drop(s, t.row, n, 0.f, [&](int i) { return band.flowing(i); });
         zero(x);
         multiply<VALUE_DIM, QUERIES>(x, d + lane, warp_id() * MT, v);
         for_elements([&](int m, int b, int j) { x[m][b][j] = s[m][b][j] * (x[m][b][j] - delta[2 * m + j / 2]); });

@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_queries(const __gri
         multiply_with_tangent<HAS_UQ, HAS_UK, HEAD_DIM, QUERIES>(s, f, q + lane, uq + lane, warp_id() * MT, k, uk);
         exponential(s, c, l2);
         if (!band.inside(t.m + warp_id() * 16 * MT, 16 * MT, n, KEYS))
-            drop(s, t.row, n, 0.f, [&](int i, int j) { return band.flows(i, j); });
+            drop(s, t.row, n, 0.f, [&](int i) { return band.flowing(i); });
         zero(x);
         multiply<VALUE_DIM, QUERIES>(x, d + lane, warp_id() * MT, v);
 #pragma unroll

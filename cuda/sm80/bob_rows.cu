@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_rows(const __grid_c
         exponential(s, c, l2);
         bool edge = !band.inside(t.m + warp_id() * 16 * MT, 16 * MT, n, KEYS);
         if (edge)
-            drop(s, t.row, n, 0.f, [&](int i, int j) { return band.sees(i, j); });
+            drop(s, t.row, n, 0.f, [&](int i) { return band.seen(i); });
         u32 p[MT][KEYS / 16][4];
         if (TANGENT) {
             for_elements([&](int m, int b, int j) {
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_rows(const __grid_c
                 alpha[2 * m + j / 2] += f[m][b][j];
             });
             if (edge)
-                drop(f, t.row, n, 0.f, [&](int i, int j) { return band.moves(i, j); });
+                drop(f, t.row, n, 0.f, [&](int i) { return band.moving(i); });
             to_fragments(p, f);
             gather(acc, p, v);
         }

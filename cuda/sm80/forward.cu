@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         zero(s);
         multiply<HEAD_DIM, QUERIES>(s, q + lane, warp_id() * MT, k);
         if (!band.inside(t.m + warp_id() * 16 * MT, 16 * MT, n, KEYS))
-            drop(s, t.row, n, -INFINITY_F, [&](int i, int j) { return band.sees(i, j); });
+            drop(s, t.row, n, -INFINITY_F, [&](int i) { return band.seen(i); });
 #pragma unroll
         for (int h = 0; h < 2 * MT; h++) {
             float top = highest[h];

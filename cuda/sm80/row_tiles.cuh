@@ -61,16 +61,19 @@ DEVICE void for_elements(F f) {
 DEVICE void exponential(Score& s, float c, const float (&l2)[2 * MT]) {
     for_elements([&](int m, int b, int j) { s[m][b][j] = exp2_approx(s[m][b][j] * c - l2[2 * m + j / 2]); });
 }
-// Select `value` wherever `keep(query, key)` is false. row: the first query of this lane, n: the first key of the tile.
-// Not by for_elements: under a window the code would be up to a third longer.
-template <class Keep>
-DEVICE void drop(Score& s, int row, int n, float value, Keep keep) {
+// Select `value` but for the range `kept(query)` of keys. row: the first query of this lane, n: the first key of the tile.
+template <class Kept>
+DEVICE void drop(Score& s, int row, int n, float value, Kept kept) {
 #pragma unroll
-    for (int m = 0; m < MT; m++)
+    for (int h = 0; h < 2 * MT; h++) {
+        Range keys = kept(row + 8 * h);
+        int first = n + lane_id() % 4 * 2 - keys.begin;
+        u32 count = u32(max(keys.end - keys.begin, 0));
 #pragma unroll
         for (int b = 0; b < KEY_BLOCKS; b++)
 #pragma unroll
-            for (int j = 0; j < 4; j++)
-                if (!keep(row + 16 * m + j / 2 * 8, n + 8 * b + lane_id() % 4 * 2 + j % 2))
-                    s[m][b][j] = value;
+            for (int j = 0; j < 2; j++)
+                if (u32(first + 8 * b + j) >= count)
+                    s[h / 2][b][h % 2 * 2 + j] = value;
+    }
 }

@@ -102,9 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 a.padded_queries; // of the query head, in rows of the accumulator
     float* sums = nullptr;        // of the tile before
     if (FUSED) {                  // there is none before the first: its dS is 0
-#pragma unroll
-        for (int i = 0; i < QUERIES / 16; i++)
-            store_shared_4(base + EXCHANGE + wg * PANEL + i * 2048 + threadIdx.x % 128 * 16, 0.f, 0.f, 0.f, 0.f);
+        store_zeros<1>(base + EXCHANGE + wg * PANEL);
         exchange.fill_by_warps();
         exchange.advance();
     }
@@ -112,8 +110,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 #pragma unroll 1
     for (int member = 0; member < a.group; member++, first += a.padded_queries) {
+        int m = queries.begin;
+        // The first tiles, whose queries see keys of the other warpgroup alone.
 #pragma unroll 1
-        for (int m = queries.begin; m < queries.end; m += QUERIES) {
+        for (int i = tiles_before(band, queries, n + wg * 64); m < queries.end && i > 0; i--, m += QUERIES) {
+            if (FUSED) {
+                Sums g;
+                before.wait();
+                issue_queries(g, HALVES ? base : base + wg * KEYS * 128,
+                              base + EXCHANGE + before.stage() * BUFFER_BYTES + (HALVES ? wg * SUMS * 128 : 0));
+                exchange.wait_empty();
+                store_zeros<1>(base + EXCHANGE + exchange.stage() * BUFFER_BYTES + wg * PANEL);
+                exchange.fill_by_warps();
+                exchange.advance();
+                wgmma_wait<0>();
+                settle_queries(g);
+                before.release();
+                before.advance();
+                if (sums)
+                    add_queries(sums, wg, g);
+                sums = a.accumulator + (first + m + (HALVES ? wg * SUMS : 0)) * ACCUMULATOR_DIM;
+            }
+            ring.wait();
+            ring.release_by_lanes();
+            ring.advance();
+        }
+#pragma unroll 1
+        for (; m < queries.end; m += QUERIES) {
             u32 tile = fresh(base), k = tile + wg * 8192, v = k + K_BYTES;
             u32 q = base + RING + ring.stage() * STAGE_BYTES, d = q + D_AT,
                 pair = q + STATISTICS_AT + lane_id() % 4 * 32;

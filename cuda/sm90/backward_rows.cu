@@ -54,7 +54,7 @@ struct Rows {
     DEVICE void exponential(Score& s, int n) const {
         ::exponential(s, c, l2);
         if (n < inside.begin || n >= inside.end)
-            drop(s, row, n, 0.f, [&](int i, int j) { return band.flows(i, j); });
+            drop(s, row, n, 0.f, [&](int i) { return band.flowing(i); });
     }
     // dP -> dS.
     DEVICE void derivative(const Score& s, Score& x) const {
@@ -78,7 +78,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
 
-    int wg = warpgroup_id(), n = keys.n, row = t.m + threadIdx.x / 32 * 16 + lane_id() / 4;
+    int wg = warpgroup_id(), row = t.m + threadIdx.x / 32 * 16 + lane_id() / 4;
+    OwnTiles own = own_tiles(band, keys, t.m + wg * 64);
+    int n = own.n;
     Rows rows = {band, band.keys_inside(t.m + wg * 64, 64, KEYS), row, a.scale * LOG2E, {}, {}};
     const float* statistics =
         reinterpret_cast<const float*>(a.statistics + (i64(t.batch) * a.query_heads + t.head) * a.padded_queries);
@@ -90,7 +92,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float acc[HEAD_DIM / 2];
     clear(acc);
 
-    if (keys.count > 0) {
+    pass_tiles(ks, vs, own.before);
+    if (own.count > 0) {
         u32 held = base + wg * 8192;
         Score s, x;
         Fragments ds;
@@ -108,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         rows.derivative(s, x);
         to_fragments(ds, x);
 #pragma unroll 1
-        for (int i = 1; i < keys.count; i++) {
+        for (int i = 1; i < own.count; i++) {
             n -= KEYS;
             issue_scores(s, x, base, held, ks, vs);
             issue_queries(acc, ds, base + K_RING + before.stage() * K_BYTES);
@@ -132,6 +135,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         wgmma_wait<0>();
         settle(acc);
         keep(ds);
+        before.release();
     }
+    pass_tiles(ks, vs, own.after);
     store_rows(a.out_q, t.batch, t.head, row, a.queries, a.dim, acc, a.scale);
 }

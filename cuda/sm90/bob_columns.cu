@@ -28,7 +28,9 @@ constexpr int MATH_REGISTERS = KEYS == 128 && APART ? 216 : 240,
 constexpr bool STORE_DS = FUSED && HAS_UK;   // gQ takes dS with UK
 constexpr bool FINISH_C = TANGENT && HAS_UV; // G goes onto F̂∘X - ε; otherwise C is the one or the other
 // Where it measured faster, and where two products would need more registers than there are.
-constexpr bool STACKED = HAS_UQ && (FUSED != WIDE || !HAS_UV);
+// One warpgroup of 240 registers has none left for the edges of a window.
+constexpr bool SHORT = WIDE && KEYS == 64 && MASK_LEFT && MASK_RIGHT;
+constexpr bool STACKED = HAS_UQ && (FUSED != WIDE || !HAS_UV) && !SHORT;
 static_assert(!STACKED || QUERIES <= 128, "a product has at most 256 columns");
 constexpr int BUFFERS = FUSED && !WIDE ? 2 : 1; // of dS and W
 // A stage: Q, UQ (STACKED: a panel of Q, the same of UQ, and so on), dO, statistics. Shared memory: K, UK, V, UV, the
@@ -102,6 +104,11 @@ DEVICE void sum_queries(Score& g, u32 k, u32 buffer) {
         wgmma<QUERIES, 1, 0>(g, by_rows<KEYS>(k, t), by_columns<2 * QUERIES>(w, t), HAS_UK || t > 0);
 }
 
+// line: batch and query head in one number, its complement at the last tile.
+DEVICE float* accumulator_of(const Attention& a, int line) {
+    return a.accumulator + i64(line >= 0 ? line : ~line) * a.padded_queries * ACCUMULATOR_DIM;
+}
+
 // The last warpgroup: its first thread loads; APART, all of it sums gQ from what the others have stored.
 DEVICE void serve(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ring, Ring<BUFFERS> exchange,
                   u32 keys_full, u32 tile_at, Place here, Range queries) {
@@ -166,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 
     registers_grow<MATH_REGISTERS>();
-    int wg = warpgroup_id();
+    int wg = WARPGROUPS > 1 ? warpgroup_id() : 0;
     float c = a.scale * LOG2E;
     float acc_k[HEAD_DIM / 2], acc_v[VALUE_DIM / 2];
     float sf[QUERIES]; // S and F: one accumulator when STACKED
@@ -178,8 +185,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     // Where the CTA and the tile are, and whether it is the last, is read from shared memory when it is needed: the
     // loop has no registers for it.
+    bool more = queries.begin < queries.end;
+    // The first tiles, whose queries see keys of the other warpgroup alone.
 #pragma unroll 1
-    for (bool more = queries.begin < queries.end; more;) {
+    for (int i = tiles_before(Band(a), queries, here.tile * KEYS + wg * 64); more && i > 0; i--) {
+        ring.wait();
+        int m = load_shared_int(tile_at + 8 * ring.stage()), line = load_shared_int(tile_at + 8 * ring.stage() + 4);
+        more = line >= 0;
+        if (FUSED) {
+            exchange.wait_empty();
+            store_zeros<2>(base + EXCHANGE + exchange.stage() * BUFFER_BYTES + wg * 2 * PANEL);
+            exchange.fill_by_warps();
+            if (!APART) {
+                exchange.wait();
+                Score g;
+                wgmma_fence();
+                sum_queries(g, base + wg * KEYS * 128, base + EXCHANGE);
+                wgmma_commit();
+                wgmma_wait<0>();
+                settle(g);
+                exchange.release();
+                reduce_queries(accumulator_of(a, line), m, wg, g);
+            }
+            exchange.advance();
+        }
+        ring.release_by_lanes();
+        ring.advance();
+    }
+#pragma unroll 1
+    while (more) {
         u32 tile = uniform(fresh(base)), k = tile + wg * 8192, uk = k + K_BYTES, v = k + V_AT, uv = v + V_BYTES;
         u32 q = base + RING + ring.stage() * STAGE_BYTES, uq = q + UQ_AT, d = q + D_AT,
             pair = q + STATISTICS_AT + lane_id() % 4 * 32;
@@ -258,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             wgmma_fence();
             gather(acc_v, p, d);
             wgmma_commit();
-            if (!FINISH_C) { // W is next, and registers for another set of fragments are short
+            if (!FINISH_C || SHORT) { // W is next, and registers for another set of fragments are short
                 wgmma_wait<0>();
                 settle(acc_v);
                 keep(p);
@@ -330,8 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (FUSED && !APART) {
             settle(g);
             exchange.release();
-            line = more ? line : ~line;
-            reduce_queries(a.accumulator + i64(line) * a.padded_queries * ACCUMULATOR_DIM, m, wg, g);
+            reduce_queries(accumulator_of(a, line), m, wg, g);
         }
         if (FUSED)
             exchange.advance();

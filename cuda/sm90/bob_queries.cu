@@ -97,10 +97,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
 
-    int wg = warpgroup_id(), n = keys.n, first = t.m + wg * 64, row = first + warp_id() * 16 + lane_id() / 4;
+    int wg = warpgroup_id(), first = t.m + wg * 64, row = first + warp_id() * 16 + lane_id() / 4;
     float tau = a.scale, c = tau * LOG2E, acc[HEAD_DIM / 2];
     clear(acc);
-    if (keys.count > 0) {
+    OwnTiles own = own_tiles(band, keys, first);
+    int n = own.n;
+    pass_tiles(ks, vs, own.before);
+    if (own.count > 0) {
         Rows rows;
         const float* statistics =
             reinterpret_cast<const float*>(a.statistics + (i64(t.batch) * a.query_heads + t.head) * a.padded_queries);
@@ -114,12 +117,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         auto probabilities = [&](Score& s, int n) {
             exponential(s, c, rows.l2);
             if (!band.inside(first, 64, n, KEYS))
-                drop(s, row, n, 0.f, [&](int i, int j) { return band.flows(i, j); });
+                drop(s, row, n, 0.f, [&](int i) { return band.flowing(i); });
         };
         barrier_wait(q_full, 0);
         ks.wait();
         vs.wait();
-        issue_scores(s, f, x, g, first_q, first_q + D_AT, base + K_RING, base + V_RING);
+        issue_scores(s, f, x, g, first_q, first_q + D_AT, base + K_RING + ks.stage() * 2 * K_BYTES,
+                     base + V_RING + vs.stage() * 2 * V_BYTES);
         wgmma_wait<3>();
         settle(s);
         probabilities(s, n);
@@ -132,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         elements(s, f, x, g, tau, rows);
         to_fragments(ds, x);
         to_fragments(w, s);
-        for (int i = 1; i < keys.count; i++) {
+        for (int i = 1; i < own.count; i++) {
             n -= KEYS;
             u32 tile = uniform(fresh(base)), q = tile + wg * 8192, before = tile + K_RING + ks.stage() * 2 * K_BYTES;
             Ring<K_STAGES> next = ks;
@@ -166,6 +170,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         settle(acc);
         keep(ds);
         keep(w);
+        ks.release();
+        ks.advance();
     }
+    pass_tiles(ks, vs, own.after);
     store_rows(a.out_q, t.batch, t.head, row, a.queries, a.dim, acc, tau);
 }

@@ -53,7 +53,7 @@ struct Rows {
     DEVICE void probabilities(Score& s, int n) const {
         exponential(s, c, l2);
         if (!band.inside(first, 64, n, KEYS))
-            drop(s, row, n, 0.f, [&](int i, int j) { return band.sees(i, j); });
+            drop(s, row, n, 0.f, [&](int i) { return band.seen(i); });
     }
     // F -> P∘F, which counts for α where it is seen and for gdO where it can differ from αP.
     DEVICE void tangent(const Score& s, Score& f, int n) {
@@ -64,7 +64,7 @@ struct Rows {
                 alpha[i / 2 % 2] += f[i];
             }
             if (!band.inside(first, 64, n, KEYS))
-                drop(f, row, n, 0.f, [&](int i, int j) { return band.moves(i, j); });
+                drop(f, row, n, 0.f, [&](int i) { return band.moving(i); });
         }
     }
 };
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
 
-    int n = keys.n, first = t.m + warpgroup_id() * 64, row = first + warp_id() * 16 + lane_id() / 4;
+    int first = t.m + warpgroup_id() * 64, row = first + warp_id() * 16 + lane_id() / 4;
     Rows rows = {band, first, row, a.scale, a.scale * LOG2E, {}, {0.f, 0.f}};
     float acc[VALUE_DIM / 2];
     clear(acc);
@@ -114,13 +114,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         rows.l2[h] = l == -INFINITY_F ? INFINITY_F : l; // no key: P must be 0
     }
 
-    if (keys.count > 0) {
+    OwnTiles own = own_tiles(band, keys, first);
+    int n = own.n;
+    pass_tiles(ks, vs, own.before);
+    if (own.count > 0) {
         u32 q = base + warpgroup_id() * 8192;
         Score s, f;
         Fragments p, pf;
         barrier_wait(q_full, 0);
         ks.wait();
-        issue_scores(s, f, q, base + K_RING);
+        issue_scores(s, f, q, base + K_RING + ks.stage() * 2 * K_BYTES);
         wgmma_wait<1>();
         settle(s);
         rows.probabilities(s, n);
@@ -131,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         rows.tangent(s, f, n);
         to_fragments(p, s);
         to_fragments(pf, f);
-        for (int i = 1; i < keys.count; i++) {
+        for (int i = 1; i < own.count; i++) {
             n -= KEYS;
             ks.wait();
             issue_scores(s, f, q, base + K_RING + ks.stage() * 2 * K_BYTES);
@@ -160,7 +163,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         settle(acc);
         keep(p);
         keep(pf);
+        vs.release();
+        vs.advance();
     }
+    pass_tiles(ks, vs, own.after);
 
     float* statistics = reinterpret_cast<float*>(a.statistics + line * a.padded_queries);
 #pragma unroll

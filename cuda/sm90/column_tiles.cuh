@@ -29,6 +29,19 @@ DEVICE Range tiles_of_queries(const Band& band, int n) {
     return {max(end - tiles * QUERIES, 0), r.end};
 }
 
+// How many of the first tiles of a head end before any query that sees the 64 keys from n on.
+DEVICE int tiles_before(const Band& band, Range queries, int n) {
+    int all = queries.end + QUERIES - 1, begin = n < band.keys ? min(band.queries_of(n, 64).begin, all) : all;
+    return WARPGROUPS == 1 ? 0 : max(begin - queries.begin, 0) / QUERIES;
+}
+// Zeros in place of what a warpgroup would store of a tile: PANELS panels.
+template <int PANELS>
+DEVICE void store_zeros(u32 to) {
+#pragma unroll
+    for (int i = 0; i < PANELS * QUERIES / 16; i++)
+        store_shared_4(to + i * 2048 + threadIdx.x % 128 * 16, 0.f, 0.f, 0.f, 0.f);
+}
+
 // The tiles in their order: the query heads of the group, and of each its queries.
 struct QueryTiles {
     int head, end_head, begin, end, m;

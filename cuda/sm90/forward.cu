@@ -61,7 +61,7 @@ struct Softmax {
     // S -> exp(S - m) of the keys from n on. True if m has moved: all sums so far are to be multiplied by `shrink`.
     DEVICE bool apply(Score& s, int n) {
         if (n < inside.begin || n >= inside.end)
-            drop(s, row, n, -INFINITY_F, [&](int i, int j) { return band.sees(i, j); });
+            drop(s, row, n, -INFINITY_F, [&](int i) { return band.seen(i); });
         float top[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
         for (int i = 4; i < KEYS / 2; i++)
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
 
-    int wg = warpgroup_id(), n = keys.n, row = t.m + threadIdx.x / 32 * 16 + lane_id() / 4;
+    int wg = warpgroup_id(), row = t.m + threadIdx.x / 32 * 16 + lane_id() / 4;
     // A scale of zero makes all scores 0; the smallest one that is not zero does the same, and leaves -inf as it is.
     float c = fmaxf(fabsf(a.scale) * LOG2E, 1.2e-38f);
     Softmax softmax = {band,      band.keys_inside(t.m + wg * 64, 64, KEYS), row, c, {LOWEST, LOWEST}, {0.f, 0.f},
@@ -127,17 +127,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float acc[VALUE_DIM / 2];
     clear(acc);
 
-    if (keys.count > 0) {
+    OwnTiles own = own_tiles(band, keys, t.m + wg * 64);
+    int n = own.n;
+    if (wg == WARPGROUPS - 1 && keys.count > 1)
+        pass_turn(wg);
+    // There is a turn for every tile of the CTA but the first, whether it is this warpgroup's or not.
+    auto end_turn = [&](int i) {
+        if (wg < WARPGROUPS - 1 || i + 1 < keys.count)
+            pass_turn(wg);
+    };
+    auto skip_turn = [&](int i) {
+        if (i > 0) {
+            take_turn(wg);
+            end_turn(i);
+        }
+    };
+    auto pass = [&](int begin, int end) {
+#pragma unroll 1
+        for (int i = begin; i < end; i++) {
+            pass_tile(ks, vs);
+            skip_turn(i);
+        }
+    };
+    pass(0, own.before);
+    if (own.count > 0) {
+        skip_turn(own.before);
         u32 q = base + wg * 8192;
         Score s;
         Fragments p;
         barrier_wait(q_full, 0);
         if (a.scale < 0.f)
             negate_rows(q, wg);
-        if (wg == WARPGROUPS - 1 && keys.count > 1)
-            pass_turn(wg);
         ks.wait();
-        issue_scores(s, q, base + Q_BYTES);
+        issue_scores(s, q, base + Q_BYTES + ks.stage() * K_BYTES);
         wgmma_wait<0>();
         settle(s);
         ks.release();
@@ -145,15 +167,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         softmax.apply(s, n);
         to_fragments(p, s);
 #pragma unroll 1
-        for (int i = 1; i < keys.count; i++) {
+        for (int i = own.before + 1; i < own.before + own.count; i++) {
             n -= KEYS;
             ks.wait();
             take_turn(wg);
             issue_scores(s, q, base + Q_BYTES + ks.stage() * K_BYTES);
             vs.wait();
             issue_values(acc, p, base + V_RING + vs.stage() * V_BYTES);
-            if (wg < WARPGROUPS - 1 || i + 1 < keys.count)
-                pass_turn(wg);
+            end_turn(i);
             wgmma_wait<1>();
             settle(s);
             ks.release();
@@ -173,7 +194,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         wgmma_wait<0>();
         settle(acc);
         keep(p);
+        vs.release();
+        vs.advance();
     }
+    pass(keys.count - own.after, keys.count);
 
 #pragma unroll
     for (int h = 0; h < 2; h++) {

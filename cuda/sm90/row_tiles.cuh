@@ -32,6 +32,36 @@ DEVICE KeyTiles key_tiles(const Band& band, const RowTile& t) {
     return {keys.begin + (count - 1) * KEYS, count};
 }
 
+// Of the CTA's tiles those that a warpgroup's own queries see, the ones from `first` on: it passes `before` tiles, has
+// `count` from the one at n on, and passes `after` more.
+struct OwnTiles {
+    int before, n, count, after;
+};
+DEVICE OwnTiles own_tiles(const Band& band, KeyTiles keys, int first) {
+    Range seen = band.keys_of(first, 64);
+    int before = seen.end > keys.n ? 0 : (keys.n - seen.end) / KEYS + 1, end = keys.count;
+    if (MASK_LEFT)
+        end = min(end, (keys.n - seen.begin + 2 * KEYS - 1) / KEYS);
+    if (first >= band.queries || before >= end)
+        before = end = keys.count;
+    return {before, keys.n - before * KEYS, end - before, keys.count - end};
+}
+template <int K_STAGES, int V_STAGES>
+DEVICE void pass_tile(Ring<K_STAGES>& ks, Ring<V_STAGES>& vs) {
+    ks.wait();
+    ks.release();
+    ks.advance();
+    vs.wait();
+    vs.release();
+    vs.advance();
+}
+template <int K_STAGES, int V_STAGES>
+DEVICE void pass_tiles(Ring<K_STAGES>& ks, Ring<V_STAGES>& vs, int count) {
+#pragma unroll 1
+    for (int i = 0; i < count; i++)
+        pass_tile(ks, vs);
+}
+
 // held_full: the barrier of what is loaded once.
 template <int K_STAGES, int V_STAGES>
 DEVICE void init_barriers(u32 held_full, Ring<K_STAGES> ks, Ring<V_STAGES> vs) {

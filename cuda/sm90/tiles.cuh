@@ -167,16 +167,25 @@ DEVICE void exponential(float (&s)[N], float c, const float (&l2)[2]) {
     for (int i = 0; i < N; i++)
         s[i] = exp2_approx(s[i] * c - l2[i / 2 % 2]);
 }
-// Entries of queries x keys that are not to be kept become `value`: this thread's queries are `row` and row + 8, the
-// keys those from n on.
-template <int N, class Keep>
-DEVICE void drop(float (&s)[N], int row, int n, float value, Keep keep) {
+// Entries of queries x keys become `value` but for the range `kept(query)` of keys: this thread's queries are `row` and
+// row + 8, the tile's keys those from n on.
+template <int N, class Kept>
+DEVICE void drop(float (&s)[N], int row, int n, float value, Kept kept) {
 #pragma unroll
-    for (int i = 0; i < N; i++)
-        if (!keep(row + i / 2 % 2 * 8, n + i / 4 * 8 + lane_id() % 4 * 2 + i % 2))
-            s[i] = value;
+    for (int h = 0; h < 2; h++) {
+        Range keys = kept(row + 8 * h);
+        int first = n + lane_id() % 4 * 2 - keys.begin;
+        u32 count = u32(max(keys.end - keys.begin, 0));
+#pragma unroll
+        for (int i = 2 * h; i < N; i += 4)
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+                if (u32(first + i / 4 * 8 + j) >= count)
+                    s[i + j] = value;
+    }
 }
-// The same of keys x queries, to 0: this thread's keys are `key` and key + 8, the queries those from m on.
+// Entries of keys x queries that are not to be kept become 0: this thread's keys are `key` and key + 8, the queries those
+// from m on.
 template <int N, class Keep>
 DEVICE void drop_transposed(float (&s)[N], int m, int key, Keep keep) {
 #pragma unroll
