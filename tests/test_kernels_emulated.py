@@ -155,6 +155,29 @@ def test_tiles_of_small_problems(problem: Problem, family: str) -> None:
     check(problem, operands(problem), family, multiprocessors=128)
 
 
+def _any_problem(seed: int) -> Problem:
+    """One of many CTAs and of more tiles than a ring has stages, under a mask with edges anywhere."""
+    rng = np.random.default_rng(seed)
+    op = str(rng.choice(["forward", "backward", "bob", "jvp"]))
+    M = int(
+        rng.choice([rng.integers(1, 400), 384 + rng.integers(1, 65)])
+    )  # of the last CTA's rows, 64 or fewer are queries
+    N = int(rng.choice([M, M + rng.integers(300), rng.integers(1, 500)]))
+    left, right = int(rng.integers(300)), int(rng.integers(100))
+    masks = (CAUSAL, Mask(left, right), Mask(left, -min(left, right)), Mask(left, None), Mask())
+    return make(
+        op, M, N, int(rng.choice([16, 64, 128])), Hq=int(rng.integers(1, 3)), mask=masks[rng.integers(len(masks))],
+        deterministic=op in ("backward", "bob") and bool(rng.integers(2)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_problem(seed: int) -> None:
+    problem = _any_problem(seed)
+    for family in served(problem):
+        check(problem, operands(problem, seed), family, multiprocessors=1 if seed % 3 else 132)
+
+
 def _each(**shape: Any) -> list[Any]:
     """One problem per operation and family."""
     return [
