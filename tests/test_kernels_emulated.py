@@ -159,9 +159,8 @@ def _any_problem(seed: int) -> Problem:
     """One of many CTAs and of more tiles than a ring has stages, under a mask with edges anywhere."""
     rng = np.random.default_rng(seed)
     op = str(rng.choice(["forward", "backward", "bob", "jvp"]))
-    M = int(
-        rng.choice([rng.integers(1, 400), 384 + rng.integers(1, 65)])
-    )  # of the last CTA's rows, 64 or fewer are queries
+    # 385 to 448: of the rows of the last CTA, 64 or fewer are queries.
+    M = int(rng.choice([rng.integers(1, 400), rng.integers(385, 449)]))
     N = int(rng.choice([M, M + rng.integers(300), rng.integers(1, 500)]))
     left, right = int(rng.integers(300)), int(rng.integers(100))
     masks = (CAUSAL, Mask(left, right), Mask(left, -min(left, right)), Mask(left, None), Mask())
