@@ -127,12 +127,12 @@ def test_measurements_never_go_without_the_planned_tile(monkeypatch: pytest.Monk
     monkeypatch.setattr(kernels, "compile", compile)
     monkeypatch.setattr(kernels, "_cubins", kernels._Once())
     with ThreadPoolExecutor() as pool:
-        assert tiles.usable(size, "sm90", [job], device, pool)[job][0] == planned
+        assert dict(tiles.usable(size, "sm90", [job], device, pool))[job][0] == planned
         bad.add(planned.STAGES + 1)
-        assert tiles.usable(size, "sm90", [job], device, pool)[job][0] == planned
+        assert dict(tiles.usable(size, "sm90", [job], device, pool))[job][0] == planned
         bad.add(planned.STAGES)
         with pytest.raises(RuntimeError, match=r"planned for bob_rows at D=64, Tile.* is no candidate: spills"):
-            tiles.usable(size, "sm90", [job], device, pool)
+            list(tiles.usable(size, "sm90", [job], device, pool))
 
 
 # ---- gpu_run.py ----------------------------------------------------------------------------------------------------

@@ -131,26 +131,33 @@ def verdict(one: plan.Specialisation, arch: str, compiling: Future[kernels.Compi
 Job = tuple[str, int]  # kernel, head dimension
 
 
-def usable(size: Size, family: str, jobs: list[Job], device: plan.Device, pool: Executor) -> dict[Job, list[plan.Tile]]:
-    """The candidates of every kernel that compile as they should; without the planned tile first, a RuntimeError."""
-    every = [
-        (job, tile, specialisation(p, family, job[0], tile, device))
-        for job in jobs
-        for p in [size.problem(*job)]
-        for tile in candidates(p, family, job[0], device)
-    ]
-    compiling = [pool.submit(kernels.compile, one, device.arch, cached=False) for _, _, one in every]
-    found: dict[Job, list[plan.Tile]] = {job: [] for job in jobs}
-    for (job, tile, one), future in zip(every, compiling, strict=True):
-        reason = verdict(one, device.arch, future)
-        print(f"{family} {job[0]} D={job[1]} {dataclasses.astuple(tile)} {reason or 'compiles'}", file=sys.stderr)
-        if not reason:
-            found[job].append(tile)
-        elif not found[job]:
-            raise RuntimeError(
-                f"the tile that is planned for {job[0]} at D={job[1]}, {tile}, is no candidate: {reason}"
-            )
-    return found
+def usable(
+    size: Size, family: str, jobs: list[Job], device: plan.Device, pool: Executor
+) -> Iterator[tuple[Job, list[plan.Tile]]]:
+    """Of one kernel after another the candidates that compile as they should; the next ones compile meanwhile.
+
+    Raises RuntimeError where the planned tile, the first of each, is none.
+    """
+
+    def submit(job: Job) -> list[tuple[plan.Tile, plan.Specialisation, Future[kernels.Compiled]]]:
+        kernel, p = job[0], size.problem(*job)
+        every = [
+            (tile, specialisation(p, family, kernel, tile, device)) for tile in candidates(p, family, kernel, device)
+        ]
+        return [(tile, one, pool.submit(kernels.compile, one, device.arch, cached=False)) for tile, one in every]
+
+    for job, compiling in [(job, submit(job)) for job in jobs]:
+        found: list[plan.Tile] = []
+        for tile, one, future in compiling:
+            reason = verdict(one, device.arch, future)
+            print(f"{family} {job[0]} D={job[1]} {dataclasses.astuple(tile)} {reason or 'compiles'}", file=sys.stderr)
+            if not reason:
+                found.append(tile)
+            elif not found:
+                raise RuntimeError(
+                    f"the tile that is planned for {job[0]} at D={job[1]}, {tile}, is no candidate: {reason}"
+                )
+        yield job, found
 
 
 def measure(size: Size, family: str, job: Job, tiles: list[plan.Tile]) -> list[dict[str, Any]]:
@@ -198,20 +205,23 @@ def main() -> int:
     # In threads of one process, 16 cores have taken longer than one core alone would (docs/kernels.md, "Compiling").
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         found = usable(size, family, jobs, device, pool)
-    if arguments.list:
-        print(f"{sum(map(len, found.values()))} candidates for {len(jobs)} kernels and head dimensions")
-        return 0
-    return record(size, family, found, end)
+        if arguments.list:
+            print(f"{sum(len(tiles) for _, tiles in found)} candidates for {len(jobs)} kernels and head dimensions")
+            return 0
+        try:
+            return record(size, family, found, end)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def record(size: Size, family: str, found: dict[Job, list[plan.Tile]], end: float) -> int:
+def record(size: Size, family: str, found: Iterator[tuple[Job, list[plan.Tile]]], end: float) -> int:
     """Measure, print and keep the results of earlier runs of other problems."""
     import torch
 
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     path = ROOT / "docs" / "results" / f"tiles-{name}.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-    for (kernel, D), tiles in found.items():
+    for (kernel, D), tiles in found:
         if time.monotonic() > end:
             print(f"stopped before {kernel} D={D}")
             return 1
