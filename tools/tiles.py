@@ -203,7 +203,9 @@ def main() -> int:
     size = Size(arguments.batch, arguments.heads, arguments.length)
     end = time.monotonic() + arguments.limit
     # In threads of one process, 16 cores have taken longer than one core alone would (docs/kernels.md, "Compiling").
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+    # One core is left to the process that measures.
+    workers = max((os.cpu_count() or 1) - (not arguments.list), 1)
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         found = usable(size, family, jobs, device, pool)
         if arguments.list:
             print(f"{sum(len(tiles) for _, tiles in found)} candidates for {len(jobs)} kernels and head dimensions")
