@@ -232,6 +232,30 @@ def test_a_gradient_penalty_in_half_precision_at_full_size() -> None:
         assert accuracy.compare(numpy(result[few]), truth[name], budgets[name]).ok
 
 
+class _EmptyGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arrays: Any) -> Any:
+        ctx.save_for_backward(*arrays)
+        return tuple(map(torch.empty_like, arrays[:3]))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
+class _Empty(torch.autograd.Function):
+    """What PyTorch itself takes for a function that is differentiated twice, whatever it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, *arrays: Any) -> Any:
+        ctx.save_for_backward(*arrays)
+        return torch.empty_like(arrays[0])
+
+    @staticmethod
+    def backward(ctx: Any, do: Any) -> Any:
+        return _EmptyGradient.apply(*ctx.saved_tensors, do)
+
+
 def test_host_time_of_a_second_order_step(record_property: Callable[[str, object], None]) -> None:
     inputs, do, u = problem("bfloat16", B=4, Hq=12, Hkv=12, M=256, N=256)
 
@@ -248,7 +272,14 @@ def test_host_time_of_a_second_order_step(record_property: Callable[[str, object
             first = torch.autograd.grad(o, inputs, do, create_graph=True)
             torch.autograd.grad(first, inputs, u)
 
-    steps = {"host_us": step, "one_thread_host_us": in_one_thread, "pytorch_math_host_us": materialising}
+    def empty() -> None:
+        first = torch.autograd.grad(_Empty.apply(*inputs), inputs, do, create_graph=True)
+        torch.autograd.grad(first, inputs, u)
+
+    steps = {
+        "host_us": step, "one_thread_host_us": in_one_thread, "empty_functions_host_us": empty,
+        "pytorch_math_host_us": materialising,
+    }  # fmt: skip
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(200):
         for name, one in steps.items():
