@@ -622,7 +622,9 @@ def representative_problems() -> Iterator[Problem]:
     for deterministic in (False, True):
         yield problem("bob", 128, 128, "bfloat16", window, deterministic=deterministic, **every)
         yield problem("bob", 128, 128, "bfloat16", window, deterministic=deterministic, **{**every, "uq": False})
-        for D, Dv in ((128, 128), (16, 16), (16, 64)):
+    for D, Dv in ((128, 128), (16, 16), (16, 64)):
+        yield problem("forward", D, Dv, "bfloat16", window)
+        for deterministic in (False, True):
             yield problem("backward", D, Dv, "bfloat16", window, deterministic=deterministic)
     for missing in every:
         yield problem("bob", 64, 64, "bfloat16", causal, **{**every, missing: False})

@@ -61,7 +61,7 @@ DEVICE void for_elements(F f) {
 DEVICE void exponential(Score& s, float c, const float (&l2)[2 * MT]) {
     for_elements([&](int m, int b, int j) { s[m][b][j] = exp2_approx(s[m][b][j] * c - l2[2 * m + j / 2]); });
 }
-// Select `value` but for the range `kept(query)` of keys. row: the first query of this lane, n: the first key of the tile.
+// Select `value` but for the range `kept(query)` of keys. row: the first query of this lane, n: the tile's first key.
 template <class Kept>
 DEVICE void drop(Score& s, int row, int n, float value, Kept kept) {
 #pragma unroll

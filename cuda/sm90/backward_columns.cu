@@ -106,6 +106,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         exchange.fill_by_warps();
         exchange.advance();
     }
+    // dQ of the tile before: its products; and when they are complete its sum, to which the tile at m succeeds.
+    auto issue_before = [&](Sums& g, u32 tile) {
+        before.wait();
+        issue_queries(g, HALVES ? tile : tile + wg * KEYS * 128,
+                      tile + EXCHANGE + before.stage() * BUFFER_BYTES + (HALVES ? wg * SUMS * 128 : 0));
+    };
+    auto add_before = [&](Sums& g, int m) {
+        settle_queries(g);
+        before.release();
+        before.advance();
+        if (sums)
+            add_queries(sums, wg, g);
+        sums = a.accumulator + (first + m + (HALVES ? wg * SUMS : 0)) * ACCUMULATOR_DIM;
+    };
     barrier_wait(keys_full, 0);
 
 #pragma unroll 1
@@ -116,20 +130,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = tiles_before(band, queries, n + wg * 64); m < queries.end && i > 0; i--, m += QUERIES) {
             if (FUSED) {
                 Sums g;
-                before.wait();
-                issue_queries(g, HALVES ? base : base + wg * KEYS * 128,
-                              base + EXCHANGE + before.stage() * BUFFER_BYTES + (HALVES ? wg * SUMS * 128 : 0));
+                issue_before(g, base);
                 exchange.wait_empty();
                 store_zeros<1>(base + EXCHANGE + exchange.stage() * BUFFER_BYTES + wg * PANEL);
                 exchange.fill_by_warps();
                 exchange.advance();
                 wgmma_wait<0>();
-                settle_queries(g);
-                before.release();
-                before.advance();
-                if (sums)
-                    add_queries(sums, wg, g);
-                sums = a.accumulator + (first + m + (HALVES ? wg * SUMS : 0)) * ACCUMULATOR_DIM;
+                add_before(g, m);
             }
             ring.wait();
             ring.release_by_lanes();
@@ -148,9 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             score_into<VALUE_DIM, KEYS>(x, v, d, false);
             wgmma_commit();
             if (FUSED) {
-                before.wait();
-                issue_queries(g, HALVES ? tile : tile + wg * KEYS * 128,
-                              tile + EXCHANGE + before.stage() * BUFFER_BYTES + (HALVES ? wg * SUMS * 128 : 0));
+                issue_before(g, tile);
                 wgmma_wait<2>();
             } else {
                 wgmma_wait<1>();
@@ -191,12 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 exchange.fill_by_warps();
                 exchange.advance();
                 wgmma_wait<1>();
-                settle_queries(g);
-                before.release();
-                before.advance();
-                if (sums)
-                    add_queries(sums, wg, g);
-                sums = a.accumulator + (first + m + (HALVES ? wg * SUMS : 0)) * ACCUMULATOR_DIM;
+                add_before(g, m);
             }
             wgmma_wait<0>();
             keep(p);
@@ -209,9 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     if (FUSED && sums) {
         Sums g;
-        before.wait();
-        issue_queries(g, HALVES ? base : base + wg * KEYS * 128,
-                      base + EXCHANGE + before.stage() * BUFFER_BYTES + (HALVES ? wg * SUMS * 128 : 0));
+        issue_before(g, base);
         wgmma_wait<0>();
         settle_queries(g);
         add_queries(sums, wg, g);

@@ -27,9 +27,9 @@ constexpr int MATH_REGISTERS = KEYS == 128 && APART ? 216 : 240,
               SERVICE_REGISTERS = KEYS == 64 ? 128 : (APART ? 72 : 24);
 constexpr bool STORE_DS = FUSED && HAS_UK;   // gQ takes dS with UK
 constexpr bool FINISH_C = TANGENT && HAS_UV; // G goes onto F̂∘X - ε; otherwise C is the one or the other
-// Where it measured faster, and where two products would need more registers than there are.
-// One warpgroup of 240 registers has none left for the edges of a window.
+// Registers are short: one warpgroup of 240 has none left for the edges of a window.
 constexpr bool SHORT = WIDE && KEYS == 64 && MASK_LEFT && MASK_RIGHT;
+// Where it measured faster, and where two products would need more registers than there are.
 constexpr bool STACKED = HAS_UQ && (FUSED != WIDE || !HAS_UV) && !SHORT;
 static_assert(!STACKED || QUERIES <= 128, "a product has at most 256 columns");
 constexpr int BUFFERS = FUSED && !WIDE ? 2 : 1; // of dS and W
@@ -186,7 +186,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // Where the CTA and the tile are, and whether it is the last, is read from shared memory when it is needed: the
     // loop has no registers for it.
     bool more = queries.begin < queries.end;
-    // The first tiles, whose queries see keys of the other warpgroup alone.
+    // The first tiles, whose queries see keys of the other warpgroup alone. (Those of the group's first query head: the
+    // loop does not know where another one begins.)
 #pragma unroll 1
     for (int i = tiles_before(Band(a), queries, here.tile * KEYS + wg * 64); more && i > 0; i--) {
         ring.wait();

@@ -29,7 +29,8 @@ DEVICE Range tiles_of_queries(const Band& band, int n) {
     return {max(end - tiles * QUERIES, 0), r.end};
 }
 
-// How many of the first tiles of a head end before any query that sees the 64 keys from n on.
+// How many of the first tiles of a head end before any query that sees a warpgroup's keys, the 64 from n on. (The last
+// tiles of a window that its first warpgroup does not see are computed all the same.)
 DEVICE int tiles_before(const Band& band, Range queries, int n) {
     int all = queries.end + QUERIES - 1, begin = n < band.keys ? min(band.queries_of(n, 64).begin, all) : all;
     return WARPGROUPS == 1 ? 0 : max(begin - queries.begin, 0) / QUERIES;

@@ -184,8 +184,8 @@ DEVICE void drop(float (&s)[N], int row, int n, float value, Kept kept) {
                     s[i + j] = value;
     }
 }
-// Entries of keys x queries that are not to be kept become 0: this thread's keys are `key` and key + 8, the queries those
-// from m on.
+// Entries of keys x queries become 0 but for those that `keep(query, key)`: this thread's keys are `key` and key + 8,
+// the queries those from m on.
 template <int N, class Keep>
 DEVICE void drop_transposed(float (&s)[N], int m, int key, Keep keep) {
 #pragma unroll
