@@ -66,14 +66,6 @@ struct Band {
             r.end = min(r.end, m + high - columns + 2);
         return r;
     }
-    DEVICE bool sees(int i, int j) const {
-        bool seen = j >= first_key && j < keys;
-        if (MASK_LEFT)
-            seen = seen && j - i >= low;
-        if (MASK_RIGHT)
-            seen = seen && j - i <= high;
-        return seen;
-    }
     // The keys that query i sees.
     DEVICE Range seen(int i) const {
         Range r = {first_key, keys};
@@ -96,7 +88,23 @@ struct Band {
     }
     // The keys of query i whose P∘F̂ may be other than 0.
     DEVICE Range moving(int i) const { return alone(i) ? Range{0, 0} : seen(i); }
-    // Those whose dS and W may be; and whether an entry is one.
+    // Those whose dS and W may be.
     DEVICE Range flowing(int i) const { return lse_flows ? seen(i) : moving(i); }
-    DEVICE bool flows(int i, int j) const { return sees(i, j) && (lse_flows || !alone(i)); }
+    // The queries that see key j, and at least `count` keys, 1 or 2: those that see fewer are at the ends. If there are
+    // none, all lie before the range.
+    DEVICE Range seeing(int j, int count) const {
+        int more = count - 1;
+        Range r = {first_query, queries};
+        bool none = j < first_key || j >= keys || keys - first_key < count;
+        if (MASK_RIGHT)
+            r.begin = max(r.begin, max(j, first_key + more) - high);
+        if (MASK_LEFT)
+            r.end = min(r.end, min(j, keys - 1 - more) - low + 1);
+        if (MASK_LEFT && MASK_RIGHT)
+            none = none || high - low < more;
+        return none ? Range{queries, 0} : r;
+    }
+    DEVICE Range seeing(int j) const { return seeing(j, 1); }
+    // Those whose dS and W may be other than 0.
+    DEVICE Range carrying(int j) const { return seeing(j, lse_flows ? 1 : 2); }
 };

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 
@@ -94,12 +95,17 @@ def _linearize(function: Callable[[Any], Any], inputs: Any, *, keep: bool) -> Li
 
 def _linearize_torch(torch: Any, function: Callable[[Any], Any], argument: Any, tree: Any, keep: bool) -> Linearized:
     leaves = _flatten(tree)
+
+    def backward(*arguments: Any, **options: Any) -> Any:
+        with _in_this_thread(torch, leaves):
+            return torch.autograd.grad(*arguments, materialize_grads=True, **options)
+
     with torch.enable_grad():
         value = function(argument)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             came = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(f"function must return a scalar tensor; got {came}")
-        gradient = torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True)
+        gradient = backward(value, leaves, create_graph=True)
 
     def product(vector: Any) -> Any:
         vectors = [vector(x.detach()) for x in leaves] if callable(vector) else _flatten(vector)
@@ -110,10 +116,18 @@ def _linearize_torch(torch: Any, function: Callable[[Any], Any], argument: Any, 
         if not used:  # the loss is linear
             return _unflatten(tree, [torch.zeros_like(x) for x in leaves])
         outputs, cotangents = zip(*used, strict=True)
-        products = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=keep, materialize_grads=True)
+        products = backward(outputs, leaves, cotangents, retain_graph=keep)
         return _unflatten(tree, products)
 
     return Linearized(value.detach(), _unflatten(tree, [g.detach() for g in gradient]), product)
+
+
+def _in_this_thread(torch: Any, leaves: list[Any]) -> Any:
+    """PyTorch hands the derivatives of each GPU to a thread of its own and waits for it; where all leaves are on one
+    device nothing is gained by that, and at short sequences it takes longer than the derivatives."""
+    if len({x.device for x in leaves}) > 1:
+        return nullcontext()
+    return torch.autograd.set_multithreading_enabled(False)
 
 
 def _linearize_jax(jax: Any, function: Callable[[Any], Any], inputs: Any) -> Linearized:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch_dense import dense, leaves, like, qkv  # noqa: E402
 
 from flashbob_cupy import accuracy  # noqa: E402
+from flashbob_cupy.hvp import hvp  # noqa: E402
 from flashbob_cupy.problem import OUTPUTS, Mask  # noqa: E402
 from flashbob_cupy.torch import attention, installed  # noqa: E402
 
@@ -254,6 +256,19 @@ class _Empty(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Any) -> Any:
         return _EmptyGradient.apply(*ctx.saved_tensors, do)
+
+
+def test_a_hessian_vector_product_stays_in_the_calling_thread() -> None:
+    inputs, _, u = problem()
+    threads = set()
+
+    def loss(leaves: list[Any]) -> Any:
+        o = attention(*leaves)
+        o.register_hook(lambda _: threads.add(threading.get_ident()))
+        return o.square().mean()
+
+    hvp(loss, inputs, u)
+    assert threads == {threading.get_ident()}
 
 
 def test_host_time_of_a_second_order_step(record_property: Callable[[str, object], None]) -> None:

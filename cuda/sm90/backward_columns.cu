@@ -171,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             bool edge = m < inside.begin || m >= inside.end;
             if (edge)
                 drop_transposed(s, m, fresh(n) + threadIdx.x / 32 * 16 + lane_id() / 4,
-                                [&](int i, int j) { return band.sees(i, j); });
+                                [&](int j) { return band.seeing(j); });
             to_fragments(p, s);
             wgmma_wait<FUSED ? 1 : 0>();
             settle(x);
@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             if (edge)
                 drop_transposed(x, m, fresh(n) + threadIdx.x / 32 * 16 + lane_id() / 4,
-                                [&](int i, int j) { return band.flows(i, j); });
+                                [&](int j) { return band.carrying(j); });
             to_fragments(ds, x);
             wgmma_fence();
             gather(acc_v, p, d);

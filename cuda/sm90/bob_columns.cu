@@ -11,7 +11,8 @@
 // A CTA owns KEYS keys of one key head, 64 a warpgroup; Q, UQ, dO and the statistics of all query heads of the group
 // stream past on one ring, and gK and gV stay in fp32 registers until the end: K and V are never expanded and every
 // result is written once. P∘F̂, dS and W go from accumulators straight into A fragments; C is accumulated by the tensor
-// cores onto F̂∘X - ε. STACKED: Q and UQ are one operand of twice the rows, so that K meets both in one product.
+// cores onto F̂∘X - ε. STACKED: Q and UQ are one operand of twice the rows, so that K meets both in one product and is
+// read once for them. AHEAD: that product adds to UK Qᵀ, which was computed at the end of the tile before.
 // FUSED: dS and W are also stored, as queries x keys, in shared memory, and gQ is computed transposed (UKᵀ dSᵀ + Kᵀ
 // Wᵀ), so that any multiple of 16 queries will do, over all keys of the CTA. A warpgroup apart does so, a tile behind
 // (APART); beside two that compute with two panels of D there are no registers for it, and each sums one panel itself.
@@ -29,8 +30,10 @@ constexpr bool STORE_DS = FUSED && HAS_UK;   // gQ takes dS with UK
 constexpr bool FINISH_C = TANGENT && HAS_UV; // G goes onto F̂∘X - ε; otherwise C is the one or the other
 // Registers are short: one warpgroup of 240 has none left for the edges of a window.
 constexpr bool SHORT = WIDE && KEYS == 64 && MASK_LEFT && MASK_RIGHT;
+// Where shared memory decides and gQ, computed by the same warpgroups, covers a product. Elsewhere it measured slower.
+constexpr bool AHEAD = FUSED && WIDE && HAS_UQ && HAS_UK && !SHORT;
 // Where it measured faster, and where two products would need more registers than there are.
-constexpr bool STACKED = HAS_UQ && (FUSED != WIDE || !HAS_UV) && !SHORT;
+constexpr bool STACKED = AHEAD || (HAS_UQ && (FUSED != WIDE || !HAS_UV) && !SHORT);
 static_assert(!STACKED || QUERIES <= 128, "a product has at most 256 columns");
 constexpr int BUFFERS = FUSED && !WIDE ? 2 : 1; // of dS and W
 // A stage: Q, UQ (STACKED: a panel of Q, the same of UQ, and so on), dO, statistics. Shared memory: K, UK, V, UV, the
@@ -47,17 +50,18 @@ struct Maps {
     TensorMap q, uq, d, k, uk, v, uv;
 };
 
-// load_tile, score_into and gather of a tile of Q, UQ or both, whose panels have Q_ROWS rows.
-DEVICE void load_q(u32 to, const TensorMap& map, u32 bar, int row, int head, int batch) {
-#pragma unroll
-    for (int p = 0; p < panels(HEAD_DIM); p++)
-        load_tensor(to + p * Q_ROWS * 128, map, bar, 64 * p, row, head, batch);
-}
+// score_into and gather of a tile of Q, UQ or both, whose panels have Q_ROWS rows.
 template <int N>
 DEVICE void score_q(float (&s)[N], u32 a, u32 q, bool onto) {
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; k++)
         wgmma<2 * N, 0, 0>(s, by_columns<KEYS>(a, k), by_columns<Q_ROWS>(q, k), onto || k > 0);
+}
+// ahead = UK Qᵀ, one group; k: the warpgroup's keys.
+DEVICE void score_ahead(Score& ahead, u32 k, u32 q) {
+    wgmma_fence();
+    score_q(ahead, k + K_BYTES, q, false);
+    wgmma_commit();
 }
 DEVICE void gather_q(float (&acc)[HEAD_DIM / 2], const Fragments& p, u32 q) {
 #pragma unroll
@@ -84,9 +88,9 @@ DEVICE void load_queries(const Attention& a, const Maps& maps, u32 base, Ring<ST
     store_shared(tile_at + 8 * ring.stage(), u32(to.m));
     store_shared(tile_at + 8 * ring.stage() + 4, u32(to.last() ? ~line : line));
     u32 full = ring.announce(LOAD_BYTES);
-    load_q(q, maps.q, full, m, to.head, batch);
+    load_tile<Q_ROWS, HEAD_DIM>(q, maps.q, full, m, to.head, batch);
     if (HAS_UQ)
-        load_q(q + UQ_AT, maps.uq, full, m, to.head, batch);
+        load_tile<Q_ROWS, HEAD_DIM>(q + UQ_AT, maps.uq, full, m, to.head, batch);
     load_tile<QUERIES, VALUE_DIM>(q + D_AT, maps.d, full, m, to.head, batch);
     stream_statistics(a, q + STATISTICS_AT, full, to, batch);
     ring.advance();
@@ -177,7 +181,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float c = a.scale * LOG2E;
     float acc_k[HEAD_DIM / 2], acc_v[VALUE_DIM / 2];
     float sf[QUERIES]; // S and F: one accumulator when STACKED
-    Score &s = reinterpret_cast<Score&>(sf), &f = reinterpret_cast<Score&>(sf[QUERIES / 2]), x;
+    Score &s = half<0>(sf), &f = half<1>(sf), x;
+    Score& e = AHEAD && FINISH_C ? f : x; // what becomes C
     Fragments p, ds, w;
     clear(acc_k);
     clear(acc_v);
@@ -213,17 +218,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         ring.release_by_lanes();
         ring.advance();
     }
+    Score ahead; // UK Qᵀ of the next tile
+    if (AHEAD && more) {
+        ring.wait();
+        score_ahead(ahead, base + wg * 8192, base + RING + ring.stage() * STAGE_BYTES);
+        wgmma_wait<0>();
+        settle(ahead);
+    }
 #pragma unroll 1
     while (more) {
         u32 tile = uniform(fresh(base)), k = tile + wg * 8192, uk = k + K_BYTES, v = k + V_AT, uv = v + V_BYTES;
         u32 q = base + RING + ring.stage() * STAGE_BYTES, uq = q + UQ_AT, d = q + D_AT,
             pair = q + STATISTICS_AT + lane_id() % 4 * 32;
-        ring.wait();
+        if (AHEAD) { // the tile was waited for then; S starts from 0, F from UK Qᵀ
+            clear(s);
+#pragma unroll
+            for (int i = 0; i < QUERIES / 2; i++)
+                f[i] = ahead[i];
+        } else {
+            ring.wait();
+        }
         wgmma_fence();
         if (STACKED) {
-            score_q(sf, k, q, false);
+            score_q(sf, k, q, AHEAD);
             wgmma_commit();
-            if (HAS_UK)
+            if (AHEAD)
+                score_into<VALUE_DIM, KEYS>(x, v, d, false);
+            else if (HAS_UK)
                 score_q(x, uk, q, false); // products in flight on one accumulator have one shape: not onto F
             wgmma_commit();
             wgmma_wait<1>();
@@ -256,9 +277,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         band.low = a.shift - int(fresh(a.left));
         band.high = a.shift + int(fresh(a.right));
         if (!band.inside(m, QUERIES, first, 64))
-            drop_transposed(s, m, first + warp_id() * 16 + lane_id() / 4,
-                            [&](int i, int j) { return band.flows(i, j); });
-        if (STACKED) {
+            drop_transposed(s, m, first + warp_id() * 16 + lane_id() / 4, [&](int j) { return band.carrying(j); });
+        if (STACKED && !AHEAD) {
             wgmma_wait<0>();
             if (HAS_UK) {
                 settle(x);
@@ -308,19 +328,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     x[i] -= de.x;
                     x[i + 1] -= de.y;
                     ds[i / 8][i % 8 / 2] = pack(s[i] * x[i], s[i + 1] * x[i + 1]);
-                    x[i] = f[i] * x[i] - de.z;
-                    x[i + 1] = f[i + 1] * x[i + 1] - de.w;
+                    e[i] = f[i] * x[i] - de.z;
+                    e[i + 1] = f[i + 1] * x[i + 1] - de.w;
                 } else {
-                    x[i] -= de.z;
-                    x[i + 1] -= de.w;
+                    e[i] -= de.z;
+                    e[i + 1] -= de.w;
                 }
                 if (!FINISH_C)
-                    w[i / 8][i % 8 / 2] = pack(s[i] * x[i], s[i + 1] * x[i + 1]);
+                    w[i / 8][i % 8 / 2] = pack(s[i] * e[i], s[i + 1] * e[i + 1]);
             }
         }
         wgmma_fence();
         if (FINISH_C)
-            score_into<VALUE_DIM, KEYS>(x, uv, d, true);
+            score_into<VALUE_DIM, KEYS>(e, uv, d, true);
         wgmma_commit();
         if (HAS_UQ)
             gather_q(acc_k, ds, uq);
@@ -332,11 +352,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             store_transposed(fresh(ds_to), ds); // fresh: or each thread's place in the panel occupies a register
         if (FINISH_C) {
             wgmma_wait<1>();
-            settle(x);
+            settle(e);
             keep(p);
 #pragma unroll
             for (int i = 0; i < QUERIES / 2; i++)
-                s[i] *= x[i];
+                s[i] *= e[i];
             to_fragments(w, s);
         }
         wgmma_fence();
@@ -347,16 +367,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             store_transposed(fresh(ds_to + PANEL), w);
             exchange.fill_by_warps();
         }
+        int line = load_shared_int(tile_at + 8 * ring.stage() + 4);
+        more = line >= 0;
+        if (AHEAD) {
+            Ring<STAGES> next = ring;
+            next.advance();
+            if (more) // if not, the product is of no use; a condition around it would make ptxas serialise
+                next.wait();
+            score_ahead(ahead, k, base + RING + next.stage() * STAGE_BYTES);
+        }
         if (FUSED && !APART) {
             exchange.wait();
             wgmma_fence();
             sum_queries(g, tile + wg * KEYS * 128, tile + EXCHANGE);
             wgmma_commit();
         }
-        m = load_shared_int(tile_at + 8 * ring.stage());
-        int line = load_shared_int(tile_at + 8 * ring.stage() + 4);
-        more = line >= 0;
         wgmma_wait<0>();
+        if (AHEAD)
+            settle(ahead);
         keep(p);
         keep(ds);
         keep(w);
@@ -365,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (FUSED && !APART) {
             settle(g);
             exchange.release();
-            reduce_queries(accumulator_of(a, line), m, wg, g);
+            reduce_queries(accumulator_of(a, line), load_shared_int(tile_at + 8 * ring.stage()), wg, g);
         }
         if (FUSED)
             exchange.advance();

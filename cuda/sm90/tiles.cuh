@@ -94,7 +94,8 @@ struct Ring {
     DEVICE void release_by_lanes() const { barrier_arrive(empty + 8 * stage()); }
 };
 
-// Load ROWS rows from `row` on (a coordinate of the map); credits tile_bytes(ROWS, COLUMNS) to the barrier.
+// Load the map's rows from `row` on (a coordinate of the map) into the first rows of a tile of ROWS rows, which are all
+// of them unless operands are stacked; credits the bytes of what the map's box has to the barrier.
 template <int ROWS, int COLUMNS>
 DEVICE void load_tile(u32 to, const TensorMap& map, u32 bar, int row, int head, int batch) {
 #pragma unroll
@@ -168,31 +169,45 @@ DEVICE void exponential(float (&s)[N], float c, const float (&l2)[2]) {
         s[i] = exp2_approx(s[i] * c - l2[i / 2 % 2]);
 }
 // Entries of queries x keys become `value` but for the range `kept(query)` of keys: this thread's queries are `row` and
-// row + 8, the tile's keys those from n on.
+// row + 8, the tile's keys those from n on. No tile begins before the first key, so without a left edge one comparison
+// with a constant will do.
 template <int N, class Kept>
 DEVICE void drop(float (&s)[N], int row, int n, float value, Kept kept) {
+    n += lane_id() % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         Range keys = kept(row + 8 * h);
-        int first = n + lane_id() % 4 * 2 - keys.begin;
-        u32 count = u32(max(keys.end - keys.begin, 0));
+        int begin = keys.begin - n, end = keys.end - n;
 #pragma unroll
         for (int i = 2 * h; i < N; i += 4)
 #pragma unroll
             for (int j = 0; j < 2; j++)
-                if (u32(first + i / 4 * 8 + j) >= count)
+                if (i / 4 * 8 + j >= end || (MASK_LEFT && i / 4 * 8 + j < begin))
                     s[i + j] = value;
     }
 }
-// Entries of keys x queries become 0 but for those that `keep(query, key)`: this thread's keys are `key` and key + 8,
-// the queries those from m on.
-template <int N, class Keep>
-DEVICE void drop_transposed(float (&s)[N], int m, int key, Keep keep) {
+// Entries of keys x queries become 0 but for the range `kept(key)` of queries: this thread's keys are `key` and
+// key + 8, the tile's queries those from m on. Past the last query P is 0 as it is, so only a left edge needs the
+// range's end.
+template <int N, class Kept>
+DEVICE void drop_transposed(float (&s)[N], int m, int key, Kept kept) {
+    m += lane_id() % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < N; i++)
-        if (!keep(m + i / 4 * 8 + lane_id() % 4 * 2 + i % 2, key + i / 2 % 2 * 8))
-            s[i] = 0.f;
+    for (int h = 0; h < 2; h++) {
+        Range queries = kept(key + 8 * h);
+        int begin = queries.begin - m, end = queries.end - m;
+#pragma unroll
+        for (int i = 2 * h; i < N; i += 4)
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+                if (i / 4 * 8 + j < begin || (MASK_LEFT && i / 4 * 8 + j >= end))
+                    s[i + j] = 0.f;
+    }
 }
+
+// Two scores in one accumulator.
+template <int H, int N>
+DEVICE float (&half(float (&x)[N])) [N / 2] { return reinterpret_cast<float (&)[N / 2]>(x[H * (N / 2)]); }
 
 template <int N>
 DEVICE void clear(float (&x)[N]) {
