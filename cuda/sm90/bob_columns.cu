@@ -32,6 +32,7 @@ constexpr bool FINISH_C = TANGENT && HAS_UV; // G goes onto F̂∘X - ε; otherw
 constexpr bool SHORT = WIDE && KEYS == 64 && MASK_LEFT && MASK_RIGHT;
 // Where shared memory decides and gQ, computed by the same warpgroups, covers a product. Elsewhere it measured slower.
 constexpr bool AHEAD = FUSED && WIDE && HAS_UQ && HAS_UK && !SHORT;
+static_assert(!AHEAD || STAGES > 1, "the next tile is needed before this one is released");
 // Where it measured faster, and where two products would need more registers than there are.
 constexpr bool STACKED = AHEAD || (HAS_UQ && (FUSED != WIDE || !HAS_UV) && !SHORT);
 static_assert(!STACKED || QUERIES <= 128, "a product has at most 256 columns");
