@@ -355,8 +355,10 @@ def test_arrays_on_two_devices() -> None:
     if torch().cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     x = tensors(Case(16, 16))
+    lse = x["q"][..., 0].float()
+    given = {name: x.get(name, x["q"]) for name in INPUTS["bob"]} | {"lse": lse, "uk": x["uk"].to("cuda:1")}
     with pytest.raises(ValueError, match="uk must be on cuda:0 like q; got cuda:1"):
-        kinds.call("bob", {name: x.get(name, x["q"]) for name in INPUTS["bob"]} | {"uk": x["uk"].to("cuda:1")})
+        kinds.call("bob", given)
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------

@@ -117,6 +117,18 @@ def test_a_failed_static_assertion_says_what_was_assumed() -> None:
 
 
 @needs_nvrtc
+def test_a_tile_that_would_wait_for_itself_does_not_compile() -> None:
+    # UK Qᵀ of the next tile is computed before this one is released: with one stage the GPU would hang.
+    problem = dataclasses.replace(BOB, D=128, Dv=128)
+    every = frozenset(INPUTS["bob"] + OUTPUTS["bob"])
+    launches = plan(problem, typical_device("sm_90a"), "sm90", every).launches
+    good = next(one.specialisation for one in launches if one.specialisation.kernel == "bob_columns")
+    wrong = dataclasses.replace(good, macros=tuple((k, 1 if k == "STAGES" else v) for k, v in good.macros))
+    with pytest.raises(CompileError, match="the next tile is needed before this one is released"):
+        kernels.compile(wrong, "sm_90a", cached=False)
+
+
+@needs_nvrtc
 def test_an_architecture_nvrtc_does_not_know_is_a_compile_error() -> None:
     with pytest.raises(CompileError, match=r"copy_rows.cu .* for sm_13 does not compile"):
         kernels.compile(specialisation("sm_80", "copy_rows.cu"), "sm_13", cached=False)
