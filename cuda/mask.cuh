@@ -66,6 +66,16 @@ struct Band {
             r.end = min(r.end, m + high - columns + 2);
         return r;
     }
+    // Entry by entry, for the portable column kernels: ranges take registers that they lack on some machines.
+    DEVICE bool sees(int i, int j) const {
+        bool seen = j >= first_key && j < keys;
+        if (MASK_LEFT)
+            seen = seen && j - i >= low;
+        if (MASK_RIGHT)
+            seen = seen && j - i <= high;
+        return seen;
+    }
+    DEVICE bool flows(int i, int j) const { return sees(i, j) && (lse_flows || !alone(i)); }
     // The keys that query i sees.
     DEVICE Range seen(int i) const {
         Range r = {first_key, keys};

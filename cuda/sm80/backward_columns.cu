@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_columns(const 
         exponential(s, c, rows);
         bool edge = !band.inside(m, QUERIES, key, 16 * MT);
         if (edge)
-            drop(s, m, key, [&](int j) { return band.seeing(j); });
+            drop(s, m, key, [&](int i, int j) { return band.sees(i, j); });
         to_fragments(p, s);
         gather(dv, p, d);
         zero(x);
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_columns(const 
                 }
             }
         if (edge)
-            drop(x, m, key, [&](int j) { return band.carrying(j); });
+            drop(x, m, key, [&](int i, int j) { return band.flows(i, j); });
         to_fragments(p, x);
         gather(dk, p, q);
         if (FUSED) {

@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bob_columns(const __gri
         multiply_with_tangent<HAS_UK, HAS_UQ, HEAD_DIM, KEYS>(s, f, k + lane, uk + lane, warp_id() * MT, q, uq);
         exponential(s, c, rows);
         if (!band.inside(m, QUERIES, key, 16 * MT))
-            drop(s, m, key, [&](int j) { return band.carrying(j); });
+            drop(s, m, key, [&](int i, int j) { return band.flows(i, j); });
         if (TANGENT) {
 #pragma unroll
             for (int b = 0; b < QUERY_BLOCKS; b++)

@@ -69,21 +69,17 @@ DEVICE void exponential(float (&s)[MT][QUERY_BLOCKS][4], float c, u32 rows) {
         }
 }
 
-// Select 0 but for the range `kept(key)` of queries. m: the first query of the tile, n: this warp's first key.
-template <class Kept>
-DEVICE void drop(float (&s)[MT][QUERY_BLOCKS][4], int m, int n, Kept kept) {
+// Select 0 wherever `keep(query, key)` is false. m: the first query of the tile, n: this warp's first key.
+template <class Keep>
+DEVICE void drop(float (&s)[MT][QUERY_BLOCKS][4], int m, int n, Keep keep) {
 #pragma unroll
-    for (int h = 0; h < 2 * MT; h++) {
-        Range queries = kept(n + lane_id() / 4 + 8 * h);
-        int first = m + lane_id() % 4 * 2 - queries.begin;
-        u32 count = u32(max(queries.end - queries.begin, 0));
+    for (int h = 0; h < 2 * MT; h++)
 #pragma unroll
         for (int b = 0; b < QUERY_BLOCKS; b++)
 #pragma unroll
             for (int i = 0; i < 2; i++)
-                if (u32(first + 8 * b + i) >= count)
+                if (!keep(m + 8 * b + lane_id() % 4 * 2 + i, n + lane_id() / 4 + 8 * h))
                     s[h / 2][b][h % 2 * 2 + i] = 0.f;
-    }
 }
 
 // Store A fragments (this warp's 16·MT keys x QUERIES) to a tile of KEYS rows.
