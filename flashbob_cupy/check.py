@@ -133,6 +133,7 @@ def grid() -> tuple[Case, ...]:
             Case(4, 2, 200, 200, 64, 64, dtype, causal, deterministic=True),
             Case(1, 1, 300, 300, 128, 128, dtype, causal),
             Case(2, 1, 150, 150, 128, 128, dtype, causal, deterministic=True),
+            Case(1, 1, 130, 2100, 128, 128, dtype, causal, deterministic=True),
             Case(2, 2, 190, 190, 64, 64, dtype, causal, deterministic=True),
         ]
     return tuple(cases)

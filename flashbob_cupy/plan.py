@@ -94,12 +94,16 @@ def typical_device(arch: str) -> Device:
 # ---- tiles ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The tile of one CTA: QUERIES x KEYS, the depth of its pipeline, and how many warps it has."""
+    """The tile of one CTA: QUERIES x KEYS, the depth of its pipeline, and how many warps it has.
+
+    CLUSTER: of how many CTAs, with neighbouring rows, each loads a part of what streams past all of them.
+    """
 
     QUERIES: int
     KEYS: int
     STAGES: int
     WARPS: int
+    CLUSTER: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,7 @@ class Kernel:
     `few`: tiles with half or a third of the rows a CTA, for problems so small (`small`) that twice as many
     multiprocessors or more then share the work, and for a few rows of many heads.
     `other`: tiles with fewer rows a CTA, for numbers of rows that those fit better.
+    `paired`: tiles of clusters, of a row kernel, for rows that see many keys.
     """
 
     tiles: Mapping[int, tuple[Tile, ...]]
@@ -122,10 +127,12 @@ class Kernel:
     unfused: Mapping[int, tuple[Tile, ...]] | None = None
     few: Mapping[int, tuple[Tile, ...]] | None = None
     other: Mapping[int, tuple[Tile, ...]] | None = None
+    paired: Mapping[int, tuple[Tile, ...]] | None = None
 
     def blocks(self, problem: Problem, tile: Tile) -> int:
         p = problem
-        return p.B * (p.Hq * -(-p.M // tile.QUERIES) if self.by_rows else p.Hkv * -(-p.N // tile.KEYS))
+        clusters = -(-p.M // (tile.CLUSTER * tile.QUERIES))
+        return p.B * (p.Hq * tile.CLUSTER * clusters if self.by_rows else p.Hkv * -(-p.N // tile.KEYS))
 
     def small(self, problem: Problem, device: Device, tile: Tile) -> bool:
         """Whether all CTAs run at once, or would if they shared the work evenly.
@@ -151,14 +158,23 @@ class Kernel:
 
         def padded(tile: Tile) -> int:
             """The rows of all CTAs of a head."""
-            rows, size = (problem.M, tile.QUERIES) if self.by_rows else (problem.N, tile.KEYS)
+            rows, size = (problem.M, tile.CLUSTER * tile.QUERIES) if self.by_rows else (problem.N, tile.KEYS)
             return -(-rows // size) * size
+
+        def waiting(tile: Tile) -> float:
+            """The keys that pass a CTA of a cluster only because others see them, over those that its rows see."""
+            edges = (problem.mask.left, problem.mask.right)
+            more = (tile.CLUSTER - 1) * tile.QUERIES / 2 * sum(edge is not None for edge in edges)
+            return more * problem.M / max(problem.mask.visible(problem.M, problem.N), 1)
 
         few = fitting(self.few)
         if few is not None and self.small(problem, device, few):
             return few
         tiles = self.tiles if fused or self.unfused is None else self.unfused
         factors = {fitting(tiles): 1.0, fitting(self.other): _OTHER, few: _FEW}
+        paired = fitting(self.paired)
+        if paired is not None:
+            factors[paired] = _PAIRED * (1 + waiting(paired))
         costs = {tile: factor * padded(tile) for tile, factor in factors.items() if tile is not None}
         if costs:
             return min(costs, key=costs.__getitem__)
@@ -172,6 +188,8 @@ class Kernel:
 #: What a row costs in `other` tiles and in those of `few` as against the usual ones, where all multiprocessors are busy
 #: (docs/kernels.md): so much less must they have to do.
 _OTHER, _FEW = 1.15, 1.5
+#: The same of `paired` tiles where no CTA waits for another one's keys.
+_PAIRED = 0.96
 
 
 def _panels(width: int) -> int:
@@ -313,6 +331,7 @@ _SM90 = {
         maps=("q", "d", "k", "v"),
         few={64: (Tile(64, 96, 3, 8),), 128: (Tile(64, 80, 3, 8),)},
         other={64: (Tile(128, 96, 3, 12),)},
+        paired={64: (), 128: (Tile(128, 80, 3, 12, CLUSTER=2),)},
     ),
     "bob_rows": Kernel(
         {64: (Tile(192, 64, 3, 16),), 128: (Tile(128, 80, 2, 12),)},
@@ -321,6 +340,7 @@ _SM90 = {
         maps=("q", "uq", "k", "uk", "v", "uv"),
         few={64: (Tile(64, 80, 3, 8),), 128: (Tile(64, 64, 3, 8),)},
         other={64: (Tile(128, 80, 3, 12),)},
+        paired={64: (), 128: (Tile(128, 64, 2, 12, CLUSTER=2),)},
     ),
     "bob_columns": Kernel(
         {64: (Tile(64, 128, 2, 12),), 128: (Tile(48, 128, 2, 12),)},
@@ -336,6 +356,7 @@ _SM90 = {
         by_rows=True,
         maps=("q", "uq", "d", "k", "uk", "v", "uv"),
         few={64: (Tile(64, 64, 3, 8),), 128: (Tile(64, 48, 3, 8),)},
+        paired={64: (), 128: (Tile(128, 48, 2, 12, CLUSTER=2),)},
     ),
 }
 _QUERY_SIDE = ("q", "uq", "d")
@@ -528,7 +549,11 @@ def plan(problem: Problem, device: Device, family: str, direct: frozenset[str]) 
             macros["FUSED"] = fused
         if family == "sm80":
             macros["WARPS"] = tile.WARPS
-        maps = tuple(TensorMap(f, tile.QUERIES if f in _QUERY_SIDE else tile.KEYS) for f in kernel.maps)
+        if family == "sm90" and kernel.by_rows:
+            macros["CLUSTER"] = tile.CLUSTER
+        # Of a cluster a CTA owns queries of 64 rows that lie together, and loads a part of a tile of keys.
+        queries, keys = (64, tile.KEYS // tile.CLUSTER) if tile.CLUSTER > 1 else (tile.QUERIES, tile.KEYS)
+        maps = tuple(TensorMap(f, queries if f in _QUERY_SIDE else keys) for f in kernel.maps)
         shared = kernel.shared(tile, head_dim, head_value_dim, fused)
         specialisation = Specialisation(family, name, tuple(sorted(macros.items())), 32 * tile.WARPS, shared)
         tiled.append(Launch(specialisation, _checked(kernel.blocks(p, tile), name), maps))
@@ -626,6 +651,11 @@ def representative_problems() -> Iterator[Problem]:
         yield problem("forward", D, Dv, "bfloat16", window)
         for deterministic in (False, True):
             yield problem("backward", D, Dv, "bfloat16", window, deterministic=deterministic)
+    # Rows that see many keys.
+    for mask in (causal, Mask(left=4000, right=0)):
+        for op, cotangents in (("jvp", every), ("backward", {}), ("bob", every), ("bob", {**every, "uq": False})):
+            p = problem(op, 128, 128, "bfloat16", mask, deterministic=op != "jvp", **cotangents)
+            yield dataclasses.replace(p, B=1, Hq=2, Hkv=1, N=4224)
     for missing in every:
         yield problem("bob", 64, 64, "bfloat16", causal, **{**every, missing: False})
         yield problem("bob", 64, 64, "bfloat16", causal, deterministic=True, **{**every, missing: False})

@@ -156,6 +156,41 @@ def test_many_heads_take_the_tile_that_has_least_to_do(op: str, D: int, rows: di
         assert one.blocks == 512 * -(-length // planned)
 
 
+@pytest.mark.parametrize(
+    ("M", "N", "mask", "pairs"),
+    [
+        (16384, 16384, Mask(right=0), True),
+        (4096, 4096, Mask(right=0), True),
+        (1024, 1024, Mask(right=0), False),  # the later rows of a pair see many more keys than the others
+        (16384, 16384, Mask(left=1024, right=0), False),
+        (16384, 16384, Mask(left=8192, right=0), True),
+        (1024, 1024, Mask(), True),
+        (256, 4096, Mask(right=0), True),
+        (128, 4096, Mask(right=0), False),  # one tile
+        (300, 4096, Mask(), False),  # three tiles
+    ],
+    ids=str,
+)
+def test_ctas_share_what_streams_past_where_rows_see_many_keys(M: int, N: int, mask: Mask, pairs: bool) -> None:
+    hopper = dataclasses.replace(typical_device("sm_90a"), multiprocessors=132)
+    for op, kernel in (("jvp", "bob_rows"), ("bob", "bob_queries"), ("backward", "backward_rows")):
+        for D in (64, 96, 128):
+            shape = {"B": 8, "Hq": 32, "Hkv": 8, "M": M, "N": N, "D": D, "Dv": D}
+            p = problem(op, **shape, mask=mask, deterministic=op != "jvp")
+            launch = next(
+                one for one in plan(p, hopper, "sm90", everything(p)).launches if one.specialisation.kernel == kernel
+            )
+            sizes = dict(launch.specialisation.macros)
+            assert sizes["CLUSTER"] == (2 if pairs and D > 64 else 1)
+            rows = {one.field: one.rows for one in launch.maps}
+            if sizes["CLUSTER"] == 1:
+                assert (rows["q"], rows["k"]) == (sizes["QUERIES"], sizes["KEYS"])
+                continue
+            # A warpgroup's queries, and each CTA's part of a tile of keys.
+            assert (rows["q"], rows["k"]) == (64, sizes["KEYS"] // 2)
+            assert launch.blocks == 8 * 32 * 2 * -(-M // (2 * sizes["QUERIES"]))
+
+
 @given(
     M=st.integers(0, 9),
     N=st.integers(0, 9),
@@ -181,11 +216,13 @@ def test_the_grid_of_check_reaches_every_tile() -> None:
         if route(p, on) == "sm90":
             for one in plan(p, on, "sm90", everything(p)).specialisations():
                 sizes = dict(one.macros)
-                found.add((one.kernel, sizes.get("HEAD_DIM"), sizes.get("QUERIES"), sizes.get("KEYS")))
+                names = ("HEAD_DIM", "QUERIES", "KEYS", "CLUSTER")
+                found.add((one.kernel, *(sizes.get(name, 1) for name in names)))
     for kernel, entry in planning.TABLES["sm90"].items():
         for D in (64, 128):
-            for tile in (table[D][0] for table in (entry.tiles, entry.few, entry.other or {}) if D in table):
-                assert (kernel, D, tile.QUERIES, tile.KEYS) in found, kernel
+            tables = (entry.tiles, entry.few, entry.other or {}, entry.paired or {})
+            for tile in itertools.chain.from_iterable(table.get(D, ())[:1] for table in tables):
+                assert (kernel, D, tile.QUERIES, tile.KEYS, tile.CLUSTER) in found, kernel
 
 
 def test_a_device_too_small_for_every_tile_is_refused_with_the_numbers() -> None:

@@ -3,6 +3,7 @@
     python tools/compare.py main                               the double backward, N=16384, against branch main
     python tools/compare.py HEAD~3 --op jvp --dim 64 --length 4096
     python tools/compare.py --tile bob_rows=192,64,3 --op jvp --dim 64   QUERIES, KEYS, STAGES against the planned tile
+    python tools/compare.py --tile bob_rows=128,64,2,2 --op jvp --dim 128   and of clusters of two CTAs
 
 Cards of one type differ by more than most changes do, and a warm one from itself when it was cool. So both sides run in
 one go, each in a process of its own, and take turns, first one and then the other leading: `first` is the median of the
@@ -12,6 +13,7 @@ calls of a tenth of a second after a pause, `sustained` that of calls without pa
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -64,9 +66,11 @@ def tile_planned(kernel: str, D: int, sizes: list[int]) -> AbstractContextManage
     from flashbob_cupy import kernels, plan
 
     family = "sm90" if kernels.device_info(0).arch == "sm_90a" else "sm80"
+    queries, keys, stages, *cluster = sizes
     entry = plan.TABLES[family][kernel]
     first = entry.tiles[min(width for width in entry.tiles if width >= D)][0]
-    return tiles.planned(family, kernel, tiles.resized(first, family, entry, *sizes))
+    chosen = tiles.resized(first, family, entry, queries, keys, stages)
+    return tiles.planned(family, kernel, dataclasses.replace(chosen, CLUSTER=cluster[0] if cluster else 1))
 
 
 def milliseconds(call: Callable[[], object], place: Any, seconds: float) -> list[float]:
@@ -154,7 +158,7 @@ def compare(sides: list[Side], case: dict[str, Any], rounds: int) -> dict[str, d
 def tile(text: str) -> tuple[str, list[int]]:
     kernel, _, sizes = text.partition("=")
     numbers = [int(size) for size in sizes.split(",")]
-    if len(numbers) != 3:
+    if len(numbers) not in (3, 4):
         raise ValueError(text)
     return kernel, numbers
 
@@ -163,7 +167,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("revision", nargs="?", help="of git; default: this checkout itself, for --tile")
     parser.add_argument(
-        "--tile", action="append", type=tile, default=[], help="KERNEL=QUERIES,KEYS,STAGES of this side"
+        "--tile", action="append", type=tile, default=[], help="KERNEL=QUERIES,KEYS,STAGES[,CLUSTER] of this side"
     )
     parser.add_argument("--op", action="append", choices=("forward", "backward", "bob", "jvp"), help="default: bob")
     parser.add_argument("--dim", action="append", type=int, help="head dimension (default: 64 and 128)")

@@ -54,6 +54,7 @@ def run() -> int:
         check.Case(2, 1, 150, 170, 128, 128, "float16", causal),
         check.Case(2, 1, 150, 170, 64, 64, "float16", causal, deterministic=True),
         check.Case(1, 1, 150, 170, 128, 128, "bfloat16", causal, deterministic=True),
+        check.Case(2, 1, 250, 170, 128, 128, "bfloat16", deterministic=True),  # in clusters
         check.Case(1, 1, 70, 70, 36, 20, "bfloat16", check.Options(window=(9, 0))),
     )
     results = [result for seed, case in enumerate(cases) for result in check.run_case(case, seed, families)]

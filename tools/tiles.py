@@ -64,12 +64,16 @@ class Size:
 
 
 def candidates(p: Problem, family: str, kernel: str, device: plan.Device) -> list[plan.Tile]:
-    """The planned tile first, then those that differ from it in one number, and in the stages besides."""
+    """The planned tile first, then those that differ from it in one number, and in the stages besides.
+
+    Those of a row kernel of Hopper's also alone and in pairs.
+    """
     entry = plan.TABLES[family][kernel]
     fused = int(not TIMED[kernel][1])
     first = entry.choose(p, device, p.D, p.D, fused, kernel)
     # A warp of the portable family may own 16 or 32 rows of results.
     found = [first, *(dataclasses.replace(first, WARPS=warps) for warps in (4, 8) if family == "sm80")]
+    found += [dataclasses.replace(first, CLUSTER=size) for size in (1, 2) if family == "sm90" and entry.by_rows]
     for own, stream, stages in itertools.product((0, -64, 64), (0, -64, -32, -16, 16, 32, 64), (0, -1, 1)):
         if 0 in (own, stream, stages):
             queries, keys = (own, stream) if entry.by_rows else (stream, own)
@@ -90,7 +94,7 @@ def candidates(p: Problem, family: str, kernel: str, device: plan.Device) -> lis
 def resized(tile: plan.Tile, family: str, entry: plan.Kernel, queries: int, keys: int, stages: int) -> plan.Tile:
     """A tile of these sizes; a warpgroup of Hopper's always owns 64 rows of results, and one more loads."""
     warps = 4 * ((queries if entry.by_rows else keys) // 64 + 1) if family == "sm90" else tile.WARPS
-    return plan.Tile(queries, keys, stages, warps)
+    return dataclasses.replace(tile, QUERIES=queries, KEYS=keys, STAGES=stages, WARPS=warps)
 
 
 @contextlib.contextmanager
@@ -98,7 +102,7 @@ def planned(family: str, kernel: str, tile: plan.Tile) -> Iterator[None]:
     """Plan the kernel with this tile alone."""
     table, entry = plan.TABLES[family], plan.TABLES[family][kernel]
     only = {128: (tile,)}
-    table[kernel] = dataclasses.replace(entry, tiles=only, unfused=None, few=None, other=None)
+    table[kernel] = dataclasses.replace(entry, tiles=only, unfused=None, few=None, other=None, paired=None)
     ops._calls.clear()
     try:
         yield

@@ -17,7 +17,7 @@ struct Maps {
     TensorMap q, d, k, v;
 };
 
-DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ks, Ring<STAGES> vs, u32 held_full,
+DEVICE void load(const Attention& a, const Maps& maps, u32 base, KeyRing<STAGES> ks, KeyRing<STAGES> vs, u32 held_full,
                  const RowTile& t, KeyTiles keys) {
     barrier_expect(held_full, Q_BYTES + D_BYTES);
     load_queries<HEAD_DIM>(a, t, base, maps.q, held_full);
@@ -27,14 +27,14 @@ DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ks
 }
 
 // Two groups: S; then dP. `held` is this warpgroup's rows of Q.
-DEVICE void issue_scores(Score& s, Score& x, u32 base, u32 held, Ring<STAGES> ks, Ring<STAGES> vs) {
+DEVICE void issue_scores(Score& s, Score& x, u32 tiles, u32 held, KeyRing<STAGES> ks, KeyRing<STAGES> vs) {
     ks.wait();
     wgmma_fence();
-    score_into<HEAD_DIM, QUERIES>(s, held, base + K_RING + ks.stage() * K_BYTES, false);
+    score_into<HEAD_DIM, QUERIES>(s, held, tiles + K_RING + ks.stage() * K_BYTES, false);
     wgmma_commit();
     vs.wait();
     wgmma_fence();
-    score_into<VALUE_DIM, QUERIES>(x, held + Q_BYTES, base + V_RING + vs.stage() * V_BYTES, false);
+    score_into<VALUE_DIM, QUERIES>(x, held + Q_BYTES, tiles + V_RING + vs.stage() * V_BYTES, false);
     wgmma_commit();
 }
 // One group.
@@ -64,10 +64,10 @@ struct Rows {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     backward_rows(const __grid_constant__ Attention a, const __grid_constant__ Maps maps) {
     u32 base = shared_base(), held_full = base + BARRIERS;
-    Ring<STAGES> ks(held_full + 8), vs(held_full + 8 + Ring<STAGES>::BYTES);
+    KeyRing<STAGES> ks(held_full + 8), vs(held_full + 8 + KeyRing<STAGES>::BYTES);
     init_barriers(held_full, ks, vs);
     RowTile t = row_tile(a, 2 * HEAD_DIM + 2 * VALUE_DIM);
     Band band(a);
@@ -78,28 +78,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
 
-    int wg = warpgroup_id(), row = t.m + threadIdx.x / 32 * 16 + lane_id() / 4;
-    OwnTiles own = own_tiles(band, keys, t.m + wg * 64);
+    int wg = warpgroup_id(), first = first_query(t, wg), row = first + warp_id() * 16 + lane_id() / 4;
+    OwnTiles own = own_tiles(band, keys, first);
     int n = own.n;
-    Rows rows = {band, band.keys_inside(t.m + wg * 64, 64, KEYS), row, a.scale * LOG2E, {}, {}};
-    const float* statistics =
-        reinterpret_cast<const float*>(a.statistics + (i64(t.batch) * a.query_heads + t.head) * a.padded_queries);
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        float unused;
-        load_statistics(statistics, row + 8 * h, rows.l2[h], rows.delta[h], unused, unused);
-    }
     float acc[HEAD_DIM / 2];
     clear(acc);
 
+    wait_held(held_full, keys);
     pass_tiles(ks, vs, own.before);
     if (own.count > 0) {
-        u32 held = base + wg * 8192;
+        Rows rows = {band, band.keys_inside(first, 64, KEYS), row, a.scale * LOG2E, {}, {}};
+        const float* statistics =
+            reinterpret_cast<const float*>(a.statistics + (i64(t.batch) * a.query_heads + t.head) * a.padded_queries);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float unused;
+            load_statistics(statistics, row + 8 * h, rows.l2[h], rows.delta[h], unused, unused);
+        }
+        u32 tiles = operands(base), held = tiles + wg * 8192;
         Score s, x;
         Fragments ds;
-        Ring<STAGES> before = ks; // the tile of K that dS is of
-        barrier_wait(held_full, 0);
-        issue_scores(s, x, base, held, ks, vs);
+        KeyRing<STAGES> before = ks; // the tile of K that dS is of
+        issue_scores(s, x, tiles, held, ks, vs);
         wgmma_wait<1>();
         settle(s);
         rows.exponential(s, n);
@@ -113,8 +113,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
         for (int i = 1; i < own.count; i++) {
             n -= KEYS;
-            issue_scores(s, x, base, held, ks, vs);
-            issue_queries(acc, ds, base + K_RING + before.stage() * K_BYTES);
+            issue_scores(s, x, tiles, held, ks, vs);
+            issue_queries(acc, ds, tiles + K_RING + before.stage() * K_BYTES);
             wgmma_wait<2>();
             settle(s);
             rows.exponential(s, n);
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             before.advance();
             to_fragments(ds, x);
         }
-        issue_queries(acc, ds, base + K_RING + before.stage() * K_BYTES);
+        issue_queries(acc, ds, tiles + K_RING + before.stage() * K_BYTES);
         wgmma_wait<0>();
         settle(acc);
         keep(ds);
@@ -139,4 +139,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     pass_tiles(ks, vs, own.after);
     store_rows(a.out_q, t.batch, t.head, row, a.queries, a.dim, acc, a.scale);
+    leave();
 }

@@ -70,7 +70,7 @@ DEVICE void elements(Score& s, Score& f, Score& x, const Score& g, float tau, co
     }
 }
 
-DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<K_STAGES> ks, Ring<STAGES> vs, u32 q_full,
+DEVICE void load(const Attention& a, const Maps& maps, u32 base, KeyRing<K_STAGES> ks, KeyRing<STAGES> vs, u32 q_full,
                  const RowTile& t, KeyTiles keys) {
     barrier_expect(q_full, (1 + HAS_UQ) * Q_BYTES + D_BYTES);
     load_queries<HEAD_DIM>(a, t, base, maps.q, q_full);
@@ -82,11 +82,11 @@ DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<K_STAGES> 
         Stream<VALUE_DIM, 2, STAGES>{vs, base + V_RING, {TANGENT ? &maps.v : nullptr, HAS_UV ? &maps.uv : nullptr}});
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     bob_queries(const __grid_constant__ Attention a, const __grid_constant__ Maps maps) {
     u32 base = shared_base(), q_full = base + BARRIERS;
-    Ring<K_STAGES> ks(q_full + 8);
-    Ring<STAGES> vs(q_full + 8 + Ring<K_STAGES>::BYTES);
+    KeyRing<K_STAGES> ks(q_full + 8);
+    KeyRing<STAGES> vs(q_full + 8 + KeyRing<K_STAGES>::BYTES);
     init_barriers(q_full, ks, vs);
     RowTile t = row_tile(a, 4 * HEAD_DIM + 4 * VALUE_DIM);
     Band band(a);
@@ -97,11 +97,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
 
-    int wg = warpgroup_id(), first = t.m + wg * 64, row = first + warp_id() * 16 + lane_id() / 4;
+    int wg = warpgroup_id(), first = first_query(t, wg), row = first + warp_id() * 16 + lane_id() / 4;
     float tau = a.scale, c = tau * LOG2E, acc[HEAD_DIM / 2];
     clear(acc);
     OwnTiles own = own_tiles(band, keys, first);
     int n = own.n;
+    wait_held(q_full, keys);
     pass_tiles(ks, vs, own.before);
     if (own.count > 0) {
         Rows rows;
@@ -111,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int h = 0; h < 2; h++)
             load_statistics(statistics, row + 8 * h, rows.l2[h], rows.delta[h], rows.alpha[h], rows.epsilon[h]);
 
-        u32 first_q = base + wg * 8192;
+        u32 tiles = operands(base), first_q = tiles + wg * 8192;
         Score s, f, x, g;
         Fragments ds, w;
         auto probabilities = [&](Score& s, int n) {
@@ -119,11 +120,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (!band.inside(first, 64, n, KEYS))
                 drop(s, row, n, 0.f, [&](int i) { return band.flowing(i); });
         };
-        barrier_wait(q_full, 0);
         ks.wait();
         vs.wait();
-        issue_scores(s, f, x, g, first_q, first_q + D_AT, base + K_RING + ks.stage() * 2 * K_BYTES,
-                     base + V_RING + vs.stage() * 2 * V_BYTES);
+        issue_scores(s, f, x, g, first_q, first_q + D_AT, tiles + K_RING + ks.stage() * 2 * K_BYTES,
+                     tiles + V_RING + vs.stage() * 2 * V_BYTES);
         wgmma_wait<3>();
         settle(s);
         probabilities(s, n);
@@ -138,8 +138,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         to_fragments(w, s);
         for (int i = 1; i < own.count; i++) {
             n -= KEYS;
-            u32 tile = uniform(fresh(base)), q = tile + wg * 8192, before = tile + K_RING + ks.stage() * 2 * K_BYTES;
-            Ring<K_STAGES> next = ks;
+            u32 tile = uniform(fresh(tiles)), q = tile + wg * 8192, before = tile + K_RING + ks.stage() * 2 * K_BYTES;
+            KeyRing<K_STAGES> next = ks;
             next.advance();
             next.wait();
             vs.wait();
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             to_fragments(ds, x);
             to_fragments(w, s);
         }
-        issue_gathers(acc, ds, w, base + K_RING + ks.stage() * 2 * K_BYTES);
+        issue_gathers(acc, ds, w, tiles + K_RING + ks.stage() * 2 * K_BYTES);
         wgmma_wait<0>();
         settle(acc);
         keep(ds);
@@ -175,4 +175,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     pass_tiles(ks, vs, own.after);
     store_rows(a.out_q, t.batch, t.head, row, a.queries, a.dim, acc, tau);
+    leave();
 }

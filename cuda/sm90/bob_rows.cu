@@ -69,7 +69,7 @@ struct Rows {
     }
 };
 
-DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ks, Ring<STAGES> vs, u32 q_full,
+DEVICE void load(const Attention& a, const Maps& maps, u32 base, KeyRing<STAGES> ks, KeyRing<STAGES> vs, u32 q_full,
                  const RowTile& t, KeyTiles keys) {
     barrier_expect(q_full, HAS_UQ ? 2 * Q_BYTES : Q_BYTES);
     load_queries<HEAD_DIM>(a, t, base, maps.q, q_full);
@@ -80,10 +80,10 @@ DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ks
         Stream<VALUE_DIM, 2, STAGES>{vs, base + V_RING, {TANGENT ? &maps.v : nullptr, HAS_UV ? &maps.uv : nullptr}});
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     bob_rows(const __grid_constant__ Attention a, const __grid_constant__ Maps maps) {
     u32 base = shared_base(), q_full = base + BARRIERS;
-    Ring<STAGES> ks(q_full + 8), vs(q_full + 8 + Ring<STAGES>::BYTES);
+    KeyRing<STAGES> ks(q_full + 8), vs(q_full + 8 + KeyRing<STAGES>::BYTES);
     init_barriers(q_full, ks, vs);
     RowTile t = row_tile(a, 4 * HEAD_DIM + 4 * VALUE_DIM);
     i64 line = i64(t.batch) * a.query_heads + t.head;
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
 
-    int first = t.m + warpgroup_id() * 64, row = first + warp_id() * 16 + lane_id() / 4;
+    int first = first_query(t, warpgroup_id()), row = first + warp_id() * 16 + lane_id() / 4;
     Rows rows = {band, first, row, a.scale, a.scale * LOG2E, {}, {0.f, 0.f}};
     float acc[VALUE_DIM / 2];
     clear(acc);
@@ -116,14 +116,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     OwnTiles own = own_tiles(band, keys, first);
     int n = own.n;
+    wait_held(q_full, keys);
     pass_tiles(ks, vs, own.before);
     if (own.count > 0) {
-        u32 q = base + warpgroup_id() * 8192;
+        u32 tiles = operands(base), q = tiles + warpgroup_id() * 8192;
         Score s, f;
         Fragments p, pf;
-        barrier_wait(q_full, 0);
         ks.wait();
-        issue_scores(s, f, q, base + K_RING + ks.stage() * 2 * K_BYTES);
+        issue_scores(s, f, q, tiles + K_RING + ks.stage() * 2 * K_BYTES);
         wgmma_wait<1>();
         settle(s);
         rows.probabilities(s, n);
@@ -137,9 +137,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 1; i < own.count; i++) {
             n -= KEYS;
             ks.wait();
-            issue_scores(s, f, q, base + K_RING + ks.stage() * 2 * K_BYTES);
+            issue_scores(s, f, q, tiles + K_RING + ks.stage() * 2 * K_BYTES);
             vs.wait();
-            issue_values(acc, p, pf, base + V_RING + vs.stage() * 2 * V_BYTES);
+            issue_values(acc, p, pf, tiles + V_RING + vs.stage() * 2 * V_BYTES);
             wgmma_wait<2>();
             settle(s);
             rows.probabilities(s, n);
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             to_fragments(pf, f);
         }
         vs.wait();
-        issue_values(acc, p, pf, base + V_RING + vs.stage() * 2 * V_BYTES);
+        issue_values(acc, p, pf, tiles + V_RING + vs.stage() * 2 * V_BYTES);
         wgmma_wait<0>();
         settle(acc);
         keep(p);
@@ -212,4 +212,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (a.statistics && last) // other kernels' tiles may reach further than this one's
         for (int r = t.m + QUERIES + threadIdx.x; r < a.padded_queries; r += MATH_THREADS)
             store_statistics(statistics, r, INFINITY_F, 0.f, 0.f, 0.f);
+    leave();
 }

@@ -21,7 +21,7 @@ struct Maps {
     TensorMap q, k, v;
 };
 
-DEVICE void load(const Attention& a, const Maps& maps, u32 base, Ring<STAGES> ks, Ring<STAGES> vs, u32 q_full,
+DEVICE void load(const Attention& a, const Maps& maps, u32 base, KeyRing<STAGES> ks, KeyRing<STAGES> vs, u32 q_full,
                  const RowTile& t, KeyTiles keys) {
     barrier_expect(q_full, Q_BYTES);
     load_queries<HEAD_DIM>(a, t, base, maps.q, q_full);
@@ -105,10 +105,10 @@ DEVICE void negate_rows(u32 q, int wg) {
     sync_named(1 + WARPGROUPS + wg, 128);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     forward(const __grid_constant__ Attention a, const __grid_constant__ Maps maps) {
     u32 base = shared_base(), q_full = base + BARRIERS;
-    Ring<STAGES> ks(q_full + 8), vs(q_full + 8 + Ring<STAGES>::BYTES);
+    KeyRing<STAGES> ks(q_full + 8), vs(q_full + 8 + KeyRing<STAGES>::BYTES);
     init_barriers(q_full, ks, vs);
     RowTile t = row_tile(a, 2 * HEAD_DIM + 2 * VALUE_DIM);
     Band band(a);
@@ -119,15 +119,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
 
-    int wg = warpgroup_id(), row = t.m + threadIdx.x / 32 * 16 + lane_id() / 4;
+    int wg = warpgroup_id(), first = first_query(t, wg), row = first + warp_id() * 16 + lane_id() / 4;
     // A scale of zero makes all scores 0; the smallest one that is not zero does the same, and leaves -inf as it is.
     float c = fmaxf(fabsf(a.scale) * LOG2E, 1.2e-38f);
-    Softmax softmax = {band,      band.keys_inside(t.m + wg * 64, 64, KEYS), row, c, {LOWEST, LOWEST}, {0.f, 0.f},
-                       {1.f, 1.f}};
+    Softmax softmax = {band, band.keys_inside(first, 64, KEYS), row, c, {LOWEST, LOWEST}, {0.f, 0.f}, {1.f, 1.f}};
     float acc[VALUE_DIM / 2];
     clear(acc);
 
-    OwnTiles own = own_tiles(band, keys, t.m + wg * 64);
+    OwnTiles own = own_tiles(band, keys, first);
     int n = own.n;
     if (wg == WARPGROUPS - 1 && keys.count > 1)
         pass_turn(wg);
@@ -149,17 +148,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             skip_turn(i);
         }
     };
+    wait_held(q_full, keys);
     pass(0, own.before);
     if (own.count > 0) {
         skip_turn(own.before);
-        u32 q = base + wg * 8192;
+        u32 tiles = operands(base), q = tiles + wg * 8192;
         Score s;
         Fragments p;
-        barrier_wait(q_full, 0);
         if (a.scale < 0.f)
-            negate_rows(q, wg);
+            negate_rows(base + wg * 8192, wg);
         ks.wait();
-        issue_scores(s, q, base + Q_BYTES + ks.stage() * K_BYTES);
+        issue_scores(s, q, tiles + Q_BYTES + ks.stage() * K_BYTES);
         wgmma_wait<0>();
         settle(s);
         ks.release();
@@ -171,9 +170,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             n -= KEYS;
             ks.wait();
             take_turn(wg);
-            issue_scores(s, q, base + Q_BYTES + ks.stage() * K_BYTES);
+            issue_scores(s, q, tiles + Q_BYTES + ks.stage() * K_BYTES);
             vs.wait();
-            issue_values(acc, p, base + V_RING + vs.stage() * V_BYTES);
+            issue_values(acc, p, tiles + V_RING + vs.stage() * V_BYTES);
             end_turn(i);
             wgmma_wait<1>();
             settle(s);
@@ -190,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             to_fragments(p, s);
         }
         vs.wait();
-        issue_values(acc, p, base + V_RING + vs.stage() * V_BYTES);
+        issue_values(acc, p, tiles + V_RING + vs.stage() * V_BYTES);
         wgmma_wait<0>();
         settle(acc);
         keep(p);
@@ -209,4 +208,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     softmax.rescale(acc);
     store_rows(a.out_o, t.batch, t.head, row, a.queries, a.value_dim, acc, 1.f);
+    leave();
 }

@@ -6,6 +6,7 @@
 //   barrier_init(bar, count)      by one thread, once; then barrier_init_fence() by it and sync_threads() by all
 //   barrier_expect(bar, bytes)    one arrival that also adds `bytes` to what the current phase waits for
 //   barrier_arrive(bar)           one arrival
+//   barrier_arrive_in(bar, cta)   one arrival at the barrier of the same place in that CTA of the cluster
 //   barrier_wait(bar, parity)     returns when the phase of that parity is complete. A fresh barrier is in phase 0, so
 //                                 wait(0) waits for the first completion and wait(1) returns at once
 // Copies by the TMA unit: issued by one thread, asynchronous, credited to `bar`.
@@ -14,10 +15,16 @@
 //                                 shared memory `to`, 1024-byte aligned: 128 bytes a row, 16-byte chunk c of row r at
 //                                 chunk c ^ (r & 7). What lies outside the map, at negative coordinates too, is zero and
 //                                 is not read; R·128 bytes are credited in every case
+//   load_tensor_multicast(to, map, bar, column, row, head, batch, ctas)
+//                                 the same to the same place in the first `ctas` CTAs of the cluster, credited to the
+//                                 barrier of the same place in each
 //   load_bulk(to, from, bytes, bar)
 //                                 a multiple of 16 bytes of global memory to shared memory
 // proxy_fence()                   makes this thread's ordinary stores to shared memory visible to wgmma and TMA; a
 //                                 barrier must still follow
+// Clusters: CTAs that run side by side and reach each other's shared memory, as long as it is there.
+//   cluster_arrive(), cluster_wait()
+//                                 a barrier of all threads of the cluster that have not ended
 // registers_grow<n>(), registers_shrink<n>()
 //                                 the whole warpgroup changes how many registers a thread has
 // uniform(x)                      x of lane 0, which tells the compiler that it is the same in the whole warp
@@ -55,6 +62,13 @@ DEVICE void barrier_expect(u32 bar, u32 bytes) {
 DEVICE void barrier_arrive(u32 bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
+DEVICE void barrier_arrive_in(u32 bar, u32 cta) {
+    asm volatile("{ .reg .b32 there;\n"
+                 "mapa.shared::cluster.u32 there, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(bar),
+                 "r"(cta)
+                 : "memory");
+}
 DEVICE void barrier_wait(u32 bar, u32 parity) {
     asm volatile("{ .reg .pred p;\n"
                  "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
@@ -72,6 +86,13 @@ DEVICE void load_tensor(u32 to, const TensorMap& map, u32 bar, int column, int r
                  "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(bar)
                  : "memory");
 }
+DEVICE void load_tensor_multicast(u32 to, const TensorMap& map, u32 bar, int column, int row, int head, int batch,
+                                  int ctas) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+                 "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(bar), "h"(u16((1 << ctas) - 1))
+                 : "memory");
+}
 DEVICE void load_bulk(u32 to, const void* from, u32 bytes, u32 bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(bar)
@@ -79,6 +100,14 @@ DEVICE void load_bulk(u32 to, const void* from, u32 bytes, u32 bar) {
 }
 DEVICE void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- clusters ------------------------------------------------------------------------------------------------------
+DEVICE void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+DEVICE void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // ---- warps, registers, grids ---------------------------------------------------------------------------------------

@@ -52,8 +52,9 @@ DEVICE float row_max(float x) {
 
 // ---- pipeline ------------------------------------------------------------------------------------------------------
 // A ring of stages with a `full` and an `empty` barrier each, eight bytes apart. The reader's first phase is 0; the
-// writer starts a phase ahead: all is empty.
-template <int DEPTH>
+// writer starts a phase ahead: all is empty. Where the writers of several CTAs of a cluster write to all of them, a
+// stage is empty when the readers of all are done with it.
+template <int DEPTH, int CTAS = 1>
 struct Ring {
     u32 full, empty, turn = 0; // turn of 2·DEPTH: stage and phase in one register
     DEVICE explicit Ring(u32 barriers) : full(barriers), empty(barriers + 8 * DEPTH) {}
@@ -61,7 +62,7 @@ struct Ring {
     DEVICE void init(u32 readers, u32 writers = 1) const {
         for (int s = 0; s < DEPTH; s++) {
             barrier_init(full + 8 * s, writers);
-            barrier_init(empty + 8 * s, readers);
+            barrier_init(empty + 8 * s, CTAS * readers);
         }
     }
     DEVICE u32 stage() const { return turn < DEPTH ? turn : turn - DEPTH; }
@@ -88,10 +89,15 @@ struct Ring {
     // lanes read with loads of their own, by every lane.
     DEVICE void wait() const { barrier_wait(full + 8 * stage(), phase()); }
     DEVICE void release() const {
-        if (lane_id() == 0)
-            release_by_lanes();
+        if (CTAS == 1 && lane_id() == 0)
+            barrier_arrive(empty + 8 * stage());
+        if (CTAS > 1 && lane_id() < CTAS)
+            barrier_arrive_in(empty + 8 * stage(), lane_id());
     }
-    DEVICE void release_by_lanes() const { barrier_arrive(empty + 8 * stage()); }
+    DEVICE void release_by_lanes() const {
+        static_assert(CTAS == 1, "too many arrivals to make in every CTA");
+        barrier_arrive(empty + 8 * stage());
+    }
 };
 
 // Load the map's rows from `row` on (a coordinate of the map) into the first rows of a tile of ROWS rows, which are all
@@ -168,41 +174,33 @@ DEVICE void exponential(float (&s)[N], float c, const float (&l2)[2]) {
     for (int i = 0; i < N; i++)
         s[i] = exp2_approx(s[i] * c - l2[i / 2 % 2]);
 }
-// Entries of queries x keys become `value` but for the range `kept(query)` of keys: this thread's queries are `row` and
-// row + 8, the tile's keys those from n on. No tile begins before the first key, so without a left edge one comparison
-// with a constant will do.
-template <int N, class Kept>
-DEVICE void drop(float (&s)[N], int row, int n, float value, Kept kept) {
-    n += lane_id() % 4 * 2;
+// Entries become `value` but for the range `kept(row)` of columns: this thread's rows are `row` and row + 8, the
+// columns those from `first` on. BEGIN, END: which of the range's ends is looked at; with one, a comparison with a
+// constant will do for an entry.
+template <bool BEGIN, bool END, int N, class Kept>
+DEVICE void drop_outside(float (&s)[N], int row, int first, float value, Kept kept) {
+    first += lane_id() % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        Range keys = kept(row + 8 * h);
-        int begin = keys.begin - n, end = keys.end - n;
+        Range range = kept(row + 8 * h);
+        int begin = range.begin - first, end = range.end - first;
 #pragma unroll
         for (int i = 2 * h; i < N; i += 4)
 #pragma unroll
             for (int j = 0; j < 2; j++)
-                if (i / 4 * 8 + j >= end || (MASK_LEFT && i / 4 * 8 + j < begin))
+                if ((END && i / 4 * 8 + j >= end) || (BEGIN && i / 4 * 8 + j < begin))
                     s[i + j] = value;
     }
 }
-// Entries of keys x queries become 0 but for the range `kept(key)` of queries: this thread's keys are `key` and
-// key + 8, the tile's queries those from m on. Past the last query P is 0 as it is, so only a left edge needs the
-// range's end.
+// Queries x keys: no tile begins before the first key, so only a left edge needs the range's beginning.
+template <int N, class Kept>
+DEVICE void drop(float (&s)[N], int query, int n, float value, Kept kept) {
+    drop_outside<MASK_LEFT, true>(s, query, n, value, kept);
+}
+// Keys x queries: past the last query P is 0 as it is, so only a left edge needs the range's end.
 template <int N, class Kept>
 DEVICE void drop_transposed(float (&s)[N], int m, int key, Kept kept) {
-    m += lane_id() % 4 * 2;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        Range queries = kept(key + 8 * h);
-        int begin = queries.begin - m, end = queries.end - m;
-#pragma unroll
-        for (int i = 2 * h; i < N; i += 4)
-#pragma unroll
-            for (int j = 0; j < 2; j++)
-                if (i / 4 * 8 + j < begin || (MASK_LEFT && i / 4 * 8 + j >= end))
-                    s[i + j] = 0.f;
-    }
+    drop_outside<true, MASK_LEFT>(s, key, m, 0.f, kept);
 }
 
 // Two scores in one accumulator.

@@ -85,7 +85,7 @@ def _runtime() -> ctypes.CDLL:
     library.emu_allocate.argtypes = (c_ulonglong, c_uint, c_char_p)
     library.emu_free.argtypes = (c_void_p,)
     library.emu_message.restype = c_char_p
-    library.emu_run.argtypes = (c_void_p, c_void_p, c_uint, c_uint, c_uint, c_int, c_uint, c_uint, c_int)
+    library.emu_run.argtypes = (c_void_p, c_void_p, c_uint, c_uint, c_uint, c_int, c_int, c_uint, c_uint, c_int)
     return library
 
 
@@ -199,6 +199,7 @@ class _Kernel:
     file: str
     library: Any
     entry: int
+    cluster: int  # CTAs
 
 
 @functools.cache
@@ -220,7 +221,8 @@ def _kernel(file: str, macros: tuple[tuple[str, int], ...], arch: int, stamp: tu
     library = ctypes.CDLL(str(_build(source, flags, name)))
     if library.emu_attention_size() != ctypes.sizeof(attention_type()):
         raise EmulatorError("struct Attention of cuda/attention.cuh was not understood")
-    return _Kernel(file, library, ctypes.cast(library.emu_entry, c_void_p).value or 0)
+    entry = ctypes.cast(library.emu_entry, c_void_p).value or 0
+    return _Kernel(file, library, entry, dict(macros).get("CLUSTER", 1))
 
 
 def _stamp() -> tuple[int, ...]:
@@ -232,7 +234,7 @@ def _stamp() -> tuple[int, ...]:
 def _launch(
     kernel: _Kernel, arguments: int, grid: tuple[int, int, int], threads: int, shared: int, seed: int, races: bool
 ) -> None:
-    if _runtime().emu_run(kernel.entry, arguments, *grid, threads, shared, seed, int(races)):
+    if _runtime().emu_run(kernel.entry, arguments, *grid, kernel.cluster, threads, shared, seed, int(races)):
         raise EmulatorError(f"{kernel.file}: {_located(_runtime().emu_message().decode(), kernel.library)}")
 
 
@@ -252,6 +254,7 @@ def run(
     """Launch the kernel cuda/`file` and wait for it.
 
     Args:
+        macros: CLUSTER, if there, says how many CTAs a cluster has.
         attention: The fields of `struct Attention`: numbers, arrays and None. A four-axis array (batch, head, row,
             width) or three-axis array (batch, head, row) of any strides becomes a View; `statistics` and `accumulator`
             are contiguous. Arrays are changed in place. A field that is not named is zero.

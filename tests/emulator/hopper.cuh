@@ -10,10 +10,18 @@ inline void barrier_init(u32 bar, u32 count, EMU_SITE) { emu_mbarrier_init(bar, 
 inline void barrier_init_fence() {}
 inline void barrier_expect(u32 bar, u32 bytes, EMU_SITE) { emu_mbarrier_arrive(bar, bytes, SITE); }
 inline void barrier_arrive(u32 bar, EMU_SITE) { emu_mbarrier_arrive(bar, 0, SITE); }
+inline void barrier_arrive_in(u32 bar, u32 cta, EMU_SITE) { emu_mbarrier_arrive_in(bar, cta, SITE); }
 inline void barrier_wait(u32 bar, u32 parity, EMU_SITE) { emu_mbarrier_wait(bar, parity, SITE); }
+
+inline void cluster_arrive(EMU_SITE) { emu_cluster_arrive(SITE); }
+inline void cluster_wait(EMU_SITE) { emu_cluster_wait(SITE); }
 
 inline void load_tensor(u32 to, const TensorMap& map, u32 bar, int column, int row, int head, int batch, EMU_SITE) {
     emu_tensor_load(to, &map, bar, column, row, head, batch, SITE);
+}
+inline void load_tensor_multicast(u32 to, const TensorMap& map, u32 bar, int column, int row, int head, int batch,
+                                  int ctas, EMU_SITE) {
+    emu_tensor_load_multicast(to, &map, bar, column, row, head, batch, ctas, SITE);
 }
 inline void load_bulk(u32 to, const void* from, u32 bytes, u32 bar, EMU_SITE) {
     emu_bulk_load(to, from, bytes, bar, SITE);

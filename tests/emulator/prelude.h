@@ -13,6 +13,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 #ifdef __restrict__
@@ -131,8 +132,13 @@ void emu_fail(const char* message, Site);
 // Hopper
 void emu_mbarrier_init(unsigned bar, unsigned count, Site);
 void emu_mbarrier_arrive(unsigned bar, unsigned bytes, Site);
+void emu_mbarrier_arrive_in(unsigned bar, unsigned cta, Site);
 void emu_mbarrier_wait(unsigned bar, unsigned parity, Site);
+void emu_cluster_arrive(Site);
+void emu_cluster_wait(Site);
 void emu_tensor_load(unsigned to, const void* map, unsigned bar, int column, int row, int head, int batch, Site);
+void emu_tensor_load_multicast(unsigned to, const void* map, unsigned bar, int column, int row, int head, int batch,
+                               int ctas, Site);
 void emu_bulk_load(unsigned to, const void* from, unsigned bytes, unsigned bar, Site);
 void emu_proxy_fence();
 void emu_wgmma_fence();

@@ -1,4 +1,5 @@
-// Runs the CTAs of a grid one after another, every thread of a CTA as a fiber, and carries out what the wrappers of ptx.cuh and hopper.cuh ask for.
+// Runs the clusters of a grid one after another (without clusters: its CTAs), every thread of a cluster as a fiber, and carries out what the wrappers
+// of ptx.cuh and hopper.cuh ask for.
 //
 // Asynchronous work is as unhelpful as its definition allows. The destination of a copy holds NaN from the moment it is issued and data lands only
 // when something waits for it. Accumulators of a warpgroup product hold a marked NaN until the wait; its operands are read at the issue and again
@@ -47,8 +48,8 @@ namespace {
 constexpr u32 BASE = 1024;                // the first address of dynamic shared memory, as on sm_90
 constexpr u32 POISON = 0x7fe17fe1;        // NaN as float32, bfloat16 and float16
 constexpr u32 IN_FLIGHT_NAN = 0x7fb15a5a; // what an accumulator holds between issue and wait
-constexpr int MAX_WARPS = 32;
-constexpr u32 FLYING = 0xffffffff; // clock of a word whose copy has not landed
+constexpr int MAX_WARPS = 32;             // of all CTAs of a cluster
+constexpr u32 FLYING = 0xffffffff;        // clock of a word whose copy has not landed
 constexpr size_t STACK = 512 << 10, GUARD_PAGES = 64;
 
 typedef std::array<u32, MAX_WARPS> Clock;
@@ -160,6 +161,8 @@ struct Fiber {
     std::vector<Flight> flights;
     int product_group = 0;
     bool fenced = false;
+    bool in_cluster = false; // between cluster_arrive and cluster_wait,
+    u64 cluster_phase = 0;   // in this phase
     // the arguments of the warp operation it waits in
     const char* operation = nullptr;
     u32 address = 0;
@@ -178,6 +181,12 @@ struct NamedBarrier {
     int expected = 0, arrived = 0;
     std::vector<int> waiting;
     Order order;
+};
+struct ClusterBarrier {
+    int arrived = 0;
+    u64 phase = 0;
+    std::vector<int> waiting;
+    Order arriving, completed;
 };
 struct Transaction {
     u32 to, bytes;
@@ -203,6 +212,16 @@ struct Shadow { // of one 4-byte word
     bool barrier = false;
 };
 
+struct Reach { // the last time a warp reached into a CTA's shared memory
+    u32 clock = 0;
+    Site site = {"", 0};
+};
+struct Cta {
+    int live = 0;
+    std::map<int, NamedBarrier> named;
+    std::array<Reach, MAX_WARPS> reached; // by every warp of the cluster
+};
+
 struct Region {
     char *map, *begin;
     size_t mapped, bytes;
@@ -214,16 +233,19 @@ struct EmuMap { // what emulator.tensor_map packs: the fields of a CUtensorMap
 constexpr u64 MAP_MAGIC = 0x70616d726f736e74ull;
 
 struct Machine {
+    // Of the whole cluster: CTA after CTA. A place is an offset in the arena, in which each CTA has a window of `stride` bytes.
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
-    std::map<int, NamedBarrier> named;
-    std::map<u32, MBarrier> mbarriers;
+    std::vector<Cta> ctas;
+    ClusterBarrier cluster;
+    std::map<u32, MBarrier> mbarriers; // by place
     std::vector<u8> arena;
     std::vector<Shadow> shadow;
     std::vector<u32> reads; // [word][warp]
     std::vector<int> ready;
     size_t head = 0;
-    int current = -1, live = 0, threads = 0;
+    int current = -1, live = 0, threads = 0; // threads of one CTA; live ones of all
+    u32 shared_bytes = 0, stride = 1024, window = 0, first_block = 0; // the window of the current thread's CTA
     bool random = false, races = true;
     std::mt19937 generator;
     Context main;
@@ -239,6 +261,8 @@ std::map<char*, Region> regions;
 
 Fiber& self() { return m.fibers[m.current]; }
 Warp& warp_of(int thread) { return m.warps[thread / 32]; }
+int cta_of(int thread) { return thread / m.threads; }
+int warp_in_group(int thread) { return thread % m.threads / 32 % 4; }
 
 std::string format(const char* text, va_list list) {
     char buffer[2048];
@@ -248,10 +272,18 @@ std::string format(const char* text, va_list list) {
 std::string where(const Site& s) {
     return std::string(s.file ? s.file : "?") + ":" + std::to_string(s.line);
 }
+// Names in reports; which CTA is said where a cluster has several.
+std::string of_cta(int cta) { return m.ctas.size() > 1 ? " of CTA " + std::to_string(cta) : ""; }
+std::string name_of_warp(int warp) {
+    int warps = m.threads / 32;
+    return std::to_string(warp % warps) + of_cta(warp / warps);
+}
+std::string name_of_place(u32 place) { return std::to_string(place % m.stride) + of_cta(int(place / m.stride)); }
 std::string who(int thread) {
     char b[160];
-    snprintf(b, sizeof b, "block (%u, %u, %u), thread %d (warp %d, lane %d)", emu_block_index.x, emu_block_index.y, emu_block_index.z, thread,
-             thread / 32, thread % 32);
+    int cta = cta_of(thread), local = thread % m.threads;
+    snprintf(b, sizeof b, "block (%u, %u, %u), thread %d%s (warp %d, lane %d)", m.first_block + cta, emu_block_index.y, emu_block_index.z, local, of_cta(cta).c_str(),
+             local / 32, local % 32);
     return b;
 }
 [[noreturn]] void leave() {
@@ -279,19 +311,16 @@ std::string who(int thread) {
 }
 
 void deadlock() {
-    std::map<std::string, std::vector<int>> groups;
-    for (int t = 0; t < m.threads; t++) {
+    std::map<std::pair<int, std::string>, std::vector<int>> groups;
+    for (int t = 0; t < int(m.fibers.size()); t++) {
         Fiber& f = m.fibers[t];
-        if (f.done) {
-            groups["finished"].push_back(t);
-            continue;
-        }
-        char b[512];
-        snprintf(b, sizeof b, "%s (%u, %u) at %s", f.what, f.detail, f.detail2, where(f.site).c_str());
-        groups[b].push_back(t);
+        char b[512] = "finished";
+        if (!f.done) snprintf(b, sizeof b, "%s (%u, %u) at %s", f.what, f.detail, f.detail2, where(f.site).c_str());
+        groups[{cta_of(t), b}].push_back(t % m.threads);
     }
-    m.message = "deadlock in block (" + std::to_string(emu_block_index.x) + ", " + std::to_string(emu_block_index.y) + ", " +
-                std::to_string(emu_block_index.z) + ")";
+    std::string row = ", " + std::to_string(emu_block_index.y) + ", " + std::to_string(emu_block_index.z) + ")";
+    m.message = "deadlock in block (" + std::to_string(m.first_block) + row;
+    if (m.ctas.size() > 1) m.message += " to (" + std::to_string(m.first_block + m.ctas.size() - 1) + row;
     for (auto& g : groups) {
         m.message += "\n  threads";
         for (size_t i = 0; i < g.second.size();) {
@@ -300,12 +329,15 @@ void deadlock() {
             m.message += " " + std::to_string(g.second[i]) + (j > i ? "-" + std::to_string(g.second[j]) : "");
             i = j + 1;
         }
-        m.message += ": " + g.first;
+        m.message += of_cta(g.first.first) + ": " + g.first.second;
     }
-    for (auto& b : m.named)
-        if (b.second.arrived) m.message += "\n  barrier " + std::to_string(b.first) + ": " + std::to_string(b.second.arrived) + " of " + std::to_string(b.second.expected) + " threads";
+    if (m.cluster.arrived) m.message += "\n  cluster barrier: " + std::to_string(m.cluster.arrived) + " of " + std::to_string(m.live) + " threads";
+    for (size_t c = 0; c < m.ctas.size(); c++)
+        for (auto& b : m.ctas[c].named)
+            if (b.second.arrived)
+                m.message += "\n  barrier " + std::to_string(b.first) + of_cta(int(c)) + ": " + std::to_string(b.second.arrived) + " of " + std::to_string(b.second.expected) + " threads";
     for (auto& b : m.mbarriers)
-        m.message += "\n  mbarrier " + std::to_string(b.first) + ": phase " + std::to_string(b.second.phase) + ", " + std::to_string(b.second.pending) + " of " + std::to_string(b.second.count) +
+        m.message += "\n  mbarrier " + name_of_place(b.first) + ": phase " + std::to_string(b.second.phase) + ", " + std::to_string(b.second.pending) + " of " + std::to_string(b.second.count) +
                      " arrivals missing, " + std::to_string(b.second.expected) + " bytes expected, " + std::to_string(b.second.issued) + " issued";
     leave();
 }
@@ -325,8 +357,11 @@ int next() {
     return t;
 }
 void resume(int t, Context& from) {
+    int cta = cta_of(t);
     m.current = t;
-    emu_thread_index = {unsigned(t), 0, 0};
+    m.window = u32(cta) * m.stride;
+    emu_thread_index = {unsigned(t - cta * m.threads), 0, 0};
+    emu_block_index.x = m.first_block + unsigned(cta);
     m.switches++;
     Context::change(from, m.fibers[t].context);
 }
@@ -344,6 +379,31 @@ void release_named(int id, NamedBarrier& b);
 
 void finish_reductions(Fiber& f, int limit, bool only_read);
 
+// The cluster's barrier waits for the threads that have not ended.
+void settle_cluster() {
+    ClusterBarrier& b = m.cluster;
+    if (b.arrived == 0 || b.arrived < m.live) return;
+    b.arrived = 0;
+    b.phase++;
+    b.completed = b.arriving;
+    b.arriving = Order();
+    for (int t : b.waiting) make_ready(t);
+    b.waiting.clear();
+}
+// What reached into a CTA must come before its end by some wait of it: with other timing the CTA would have ended before.
+void end_cta(int cta) {
+    for (auto& b : m.mbarriers)
+        if (int(b.first / m.stride) == cta && !b.second.transactions.empty())
+            fail(b.second.transactions[0].site, "the block ended with this bulk copy in flight: nothing waited for it");
+    int warps = m.threads / 32;
+    Clock known{};
+    for (int i = 0; i < warps; i++) join(known, m.warps[size_t(cta * warps + i)].clock);
+    for (int i = 0; m.races && i < MAX_WARPS; i++) {
+        const Reach& r = m.ctas[size_t(cta)].reached[i];
+        if (r.clock > known[i]) fail(r.site, "nothing orders this, by warp %s, before the end of CTA %d", name_of_warp(i).c_str(), cta);
+    }
+}
+
 void fiber_main() {
     m.entry(m.arguments);
     Fiber& f = self();
@@ -354,12 +414,15 @@ void fiber_main() {
     f.done = true;
     m.live--;
     warp_of(m.current).live--;
+    Cta& c = m.ctas[cta_of(m.current)];
+    c.live--;
     // __syncthreads waits for the threads that have not ended.
-    auto b = m.named.find(0);
-    if (b != m.named.end() && b->second.expected < 0 && b->second.arrived > 0 && b->second.arrived >= m.live) release_named(0, b->second);
+    auto b = c.named.find(0);
+    if (b != c.named.end() && b->second.expected < 0 && b->second.arrived > 0 && b->second.arrived >= c.live) release_named(0, b->second);
+    if (f.in_cluster && f.cluster_phase == m.cluster.phase) m.cluster.arrived--;
+    settle_cluster();
+    if (c.live == 0) end_cta(cta_of(m.current));
     if (m.live == 0) {
-        for (auto& b : m.mbarriers)
-            if (!b.second.transactions.empty()) fail(b.second.transactions[0].site, "the block ended with this bulk copy in flight: nothing waited for it");
         m.current = -1;
         Context::change(f.context, m.main);
     }
@@ -370,17 +433,24 @@ void fiber_main() {
 }
 
 // ---- shared memory -------------------------------------------------------------------------------------------------------
-u8* shared(u32 a, u32 bytes, Site site, const char* what) {
+// An address of a kernel has the number of the thread's CTA in its cluster above these bits.
+constexpr int ADDRESS_BITS = 24;
+u32 own_number() { return m.window / m.stride << ADDRESS_BITS; }
+u32 offset_of(u32 a) { return a % (1u << ADDRESS_BITS) - BASE; }
+// The place of an address of a kernel in the window of the current thread's CTA, or in another one.
+u32 shared(u32 a, u32 bytes, Site site, const char* what, u32 window = m.window) {
+    if (a - a % (1u << ADDRESS_BITS) != own_number()) fail(site, "%s at shared address %#x: not one of this CTA's", what, a);
+    a %= 1u << ADDRESS_BITS;
     if (a % std::min(bytes, 16u)) fail(site, "%s of %u bytes at shared address %u: not aligned", what, bytes, a - BASE);
-    if (a < BASE || a - BASE + bytes > m.arena.size())
-        fail(site, "%s of %u bytes at shared offset %d: outside the %zu bytes launched", what, bytes, int(a - BASE), m.arena.size());
-    return m.arena.data() + (a - BASE);
+    if (a < BASE || a - BASE + bytes > m.shared_bytes)
+        fail(site, "%s of %u bytes at shared offset %d: outside the %u bytes launched", what, bytes, int(a - BASE), m.shared_bytes);
+    return a - BASE + window;
 }
 void check_barrier_word(u32 word, Site site, const char* what) {
-    if (m.shadow[word].barrier) fail(site, "%s at shared offset %u: an mbarrier lives there", what, word * 4);
+    if (m.shadow[word].barrier) fail(site, "%s at shared offset %s: an mbarrier lives there", what, name_of_place(word * 4).c_str());
 }
-void note_read(u32 a, u32 bytes, int thread, Site site, const char* what, bool proxy = false) {
-    u32 w0 = (a - BASE) / 4, w1 = (a - BASE + bytes + 3) / 4;
+void note_read(u32 place, u32 bytes, int thread, Site site, const char* what, bool proxy = false) {
+    u32 w0 = place / 4, w1 = (place + bytes + 3) / 4;
     int warp = thread / 32;
     Warp& w = m.warps[warp];
     for (u32 i = w0; i < w1; i++) {
@@ -388,17 +458,20 @@ void note_read(u32 a, u32 bytes, int thread, Site site, const char* what, bool p
         check_barrier_word(i, site, what);
         if (!m.races) continue;
         if (s.writer >= 0) {
-            if (s.clock == FLYING) fail(site, "%s of shared offset %u: a copy into it, issued by warp %d, has not been waited for", what, i * 4, s.writer);
+            if (s.clock == FLYING)
+                fail(site, "%s of shared offset %s: a copy into it, issued by warp %s, has not been waited for", what, name_of_place(i * 4).c_str(), name_of_warp(s.writer).c_str());
             if (s.writer != warp && s.clock > w.clock[s.writer])
-                fail(site, "race: %s of shared offset %u by warp %d, written by warp %d with no barrier in between", what, i * 4, warp, s.writer);
+                fail(site, "race: %s of shared offset %s by warp %s, written by warp %s with no barrier in between", what, name_of_place(i * 4).c_str(), name_of_warp(warp).c_str(),
+                     name_of_warp(s.writer).c_str());
             if (proxy && s.generic && s.clock > w.fenced[s.writer])
-                fail(site, "%s of shared offset %u by warp %d: written by ordinary stores of warp %d with no proxy fence in between", what, i * 4, warp, s.writer);
+                fail(site, "%s of shared offset %s by warp %s: written by ordinary stores of warp %s with no proxy fence in between", what, name_of_place(i * 4).c_str(),
+                     name_of_warp(warp).c_str(), name_of_warp(s.writer).c_str());
         }
         m.reads[i * MAX_WARPS + warp] = w.clock[warp];
     }
 }
-void note_write(u32 a, u32 bytes, int thread, Site site, const char* what, bool generic, bool flying) {
-    u32 w0 = (a - BASE) / 4, w1 = (a - BASE + bytes + 3) / 4;
+void note_write(u32 place, u32 bytes, int thread, Site site, const char* what, bool generic, bool flying) {
+    u32 w0 = place / 4, w1 = (place + bytes + 3) / 4;
     int warp = thread / 32;
     Warp& w = m.warps[warp];
     for (u32 i = w0; i < w1; i++) {
@@ -406,9 +479,10 @@ void note_write(u32 a, u32 bytes, int thread, Site site, const char* what, bool 
         check_barrier_word(i, site, what);
         if (m.races) {
             if (s.writer >= 0) {
-                if (s.clock == FLYING) fail(site, "%s of shared offset %u: a copy into it, issued by warp %d, is in flight", what, i * 4, s.writer);
+                if (s.clock == FLYING) fail(site, "%s of shared offset %s: a copy into it, issued by warp %s, is in flight", what, name_of_place(i * 4).c_str(), name_of_warp(s.writer).c_str());
                 if (s.writer != warp && s.clock > w.clock[s.writer])
-                    fail(site, "race: %s of shared offset %u by warp %d, last written by warp %d with no barrier in between", what, i * 4, warp, s.writer);
+                    fail(site, "race: %s of shared offset %s by warp %s, last written by warp %s with no barrier in between", what, name_of_place(i * 4).c_str(), name_of_warp(warp).c_str(),
+                         name_of_warp(s.writer).c_str());
             }
             const u32* r = &m.reads[i * MAX_WARPS];
             bool raced = false;
@@ -416,15 +490,16 @@ void note_write(u32 a, u32 bytes, int thread, Site site, const char* what, bool 
             if (raced)
                 for (int j = 0; j < MAX_WARPS; j++)
                     if (j != warp && r[j] > w.clock[j])
-                        fail(site, "race: %s of shared offset %u by warp %d, read by warp %d with no barrier in between", what, i * 4, warp, j);
+                        fail(site, "race: %s of shared offset %s by warp %s, read by warp %s with no barrier in between", what, name_of_place(i * 4).c_str(), name_of_warp(warp).c_str(),
+                             name_of_warp(j).c_str());
         }
         s.writer = short(warp);
         s.clock = flying ? FLYING : w.clock[warp];
         s.generic = generic;
     }
 }
-void note_landed(u32 a, u32 bytes, int warp, u32 clock) {
-    for (u32 i = (a - BASE) / 4; i < (a - BASE + bytes) / 4; i++) m.shadow[i].writer = short(warp), m.shadow[i].clock = clock;
+void note_landed(u32 place, u32 bytes, int warp, u32 clock) {
+    for (u32 i = place / 4; i < (place + bytes) / 4; i++) m.shadow[i].writer = short(warp), m.shadow[i].clock = clock;
 }
 void poison(u8* p, u32 bytes) {
     for (u32 i = 0; i < bytes; i += 4) memcpy(p + i, &POISON, 4);
@@ -530,23 +605,23 @@ void warp_operation(const char* operation, Site site, Execute execute) {
 }
 
 // ---- mbarriers ---------------------------------------------------------------------------------------------------------------
-MBarrier& mbarrier(u32 bar, Site site) {
-    auto i = m.mbarriers.find(bar);
-    if (i == m.mbarriers.end()) fail(site, "no mbarrier was initialised at shared offset %d", int(bar - BASE));
+MBarrier& mbarrier(u32 place, Site site) {
+    auto i = m.mbarriers.find(place);
+    if (i == m.mbarriers.end()) fail(site, "no mbarrier was initialised at shared offset %s", name_of_place(place).c_str());
     return i->second;
 }
 u32 swizzled(u32 a) { return a ^ ((a >> 3) & 0x70); }
 
 void land(const Transaction& t) {
     if (!t.map) {
-        memcpy(&m.arena[t.to - BASE], t.from, t.bytes);
+        memcpy(&m.arena[t.to], t.from, t.bytes);
     } else {
         EmuMap map;
         memcpy(&map, t.map, sizeof map);
         u32 chunks = u32(map.box[0] * map.element / 16), per_chunk = u32(16 / map.element);
         for (u32 r = 0; r < map.box[1]; r++)
             for (u32 c = 0; c < chunks; c++) {
-                u8* to = &m.arena[swizzled(t.to + r * 128 + c * 16) - BASE];
+                u8* to = &m.arena[swizzled(t.to + r * 128 + c * 16)];
                 long long column = t.coordinates[0] + (long long)c * per_chunk, row = t.coordinates[1] + (long long)r;
                 bool inside = row >= 0 && row < (long long)map.dim[1] && t.coordinates[2] >= 0 && t.coordinates[2] < (long long)map.dim[2] && t.coordinates[3] >= 0 &&
                               t.coordinates[3] < (long long)map.dim[3];
@@ -571,20 +646,28 @@ void complete(MBarrier& b) {
     for (int t : b.waiting) make_ready(t);
     b.waiting.clear();
 }
+// The window of a CTA whose shared memory the current thread is about to reach.
+u32 reach(int cta, Site site, const char* what) {
+    if (cta < 0 || cta >= int(m.ctas.size())) fail(site, "%s CTA %d: the cluster has %zu", what, cta, m.ctas.size());
+    Cta& c = m.ctas[size_t(cta)];
+    if (c.live == 0) fail(site, "%s CTA %d, which has ended", what, cta);
+    int warp = m.current / 32;
+    c.reached[warp] = {m.warps[warp].clock[warp], site};
+    return u32(cta) * m.stride;
+}
 void settle(MBarrier& b) { // a phase ends only when somebody is there to see it
     if (satisfied(b) && !b.waiting.empty()) complete(b);
 }
-void start(u32 bar, Transaction t, bool generic_source) {
+void start(u32 place, Transaction t, bool generic_source) {
     (void)generic_source;
-    MBarrier& b = mbarrier(bar, t.site);
+    MBarrier& b = mbarrier(place, t.site);
     if (satisfied(b) && b.expected) complete(b);
     Warp& w = warp_of(m.current);
     t.warp = m.current / 32;
     t.clock = w.clock[t.warp];
-    shared(t.to, 16, t.site, "bulk copy");
-    if (t.to - BASE + t.bytes > m.arena.size()) fail(t.site, "bulk copy of %u bytes to shared offset %u: outside the %zu bytes launched", t.bytes, t.to - BASE, m.arena.size());
+    if (t.to % m.stride + t.bytes > m.shared_bytes) fail(t.site, "bulk copy of %u bytes to shared offset %u: outside the %u bytes launched", t.bytes, t.to % m.stride, m.shared_bytes);
     note_write(t.to, t.bytes, m.current, t.site, "bulk copy", false, true);
-    poison(&m.arena[t.to - BASE], t.bytes);
+    poison(&m.arena[t.to], t.bytes);
     b.issued += t.bytes;
     join(b.arriving, w);
     w.clock[t.warp]++;
@@ -600,11 +683,10 @@ void operand(u64 desc, bool transposed, int mn0, int count, std::vector<u16>& ou
     if (desc >> 49 & 7) fail(site, "descriptor %llx: base offset is not 0", (unsigned long long)desc);
     out.resize(size_t(count) * 16);
     auto chunk = [&](u32 linear) {
-        u32 a = swizzled(linear);
-        const u8* p = shared(a, 16, site, "wgmma operand");
-        words.push_back(a);
+        u32 p = shared(own_number() + swizzled(linear), 16, site, "wgmma operand");
+        words.push_back(p);
         u16 h[8];
-        memcpy(h, p, 16);
+        memcpy(h, &m.arena[p], 16);
         return std::array<u16, 8>{h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]};
     };
     if (!transposed) {
@@ -649,13 +731,13 @@ void retire(Fiber* lanes, int first, size_t index) {
     }
     std::vector<u16> left, right;
     std::vector<u32> words;
-    if (!p.a) operand(p.desc_a, p.ta, (first / 32 % 4) * 16, 16, left, words, p.site);
+    if (!p.a) operand(p.desc_a, p.ta, warp_in_group(first) * 16, 16, left, words, p.site);
     operand(p.desc_b, p.tb, 0, n, right, words, p.site);
     if (left != p.left || right != p.right) fail(p.site, "a shared operand of this wgmma was overwritten before the wait");
     Warp& w = warp_of(first);
     if (m.races)
-        for (u32 a : words)
-            for (u32 i = (a - BASE) / 4; i < (a - BASE) / 4 + 4; i++) m.reads[i * MAX_WARPS + first / 32] = w.clock[first / 32];
+        for (u32 place : words)
+            for (u32 i = place / 4; i < place / 4 + 4; i++) m.reads[i * MAX_WARPS + first / 32] = w.clock[first / 32];
     float a[256];
     static thread_local std::vector<float> b, c;
     b.resize(size_t(n) * 16);
@@ -694,7 +776,7 @@ void finish_reductions(Fiber& f, int limit, bool only_read) {
     size_t kept = 0;
     for (auto& r : f.reductions) {
         if (r.group < limit && !r.read) {
-            if (memcmp(&m.arena[r.from - BASE], r.values.data(), r.bytes)) fail(r.site, "the source of this bulk reduction was overwritten before the wait");
+            if (memcmp(&m.arena[r.from], r.values.data(), r.bytes)) fail(r.site, "the source of this bulk reduction was overwritten before the wait");
             note_read(r.from, r.bytes, m.current, r.site, "bulk reduction", true);
             r.read = true;
         }
@@ -729,26 +811,26 @@ void release_named(int id, NamedBarrier& b) {
 
 extern "C" {
 
-unsigned emu_shared_base() { return BASE; }
+unsigned emu_shared_base() { return own_number() + BASE; }
 void emu_fail(const char* message, Site site) { fail(site, "%s", message); }
 
 void emu_shared_load(u32 a, void* to, int bytes, Site site) {
-    u8* p = shared(a, u32(bytes), site, "load");
-    note_read(a, u32(bytes), m.current, site, "load");
-    memcpy(to, p, size_t(bytes));
+    u32 p = shared(a, u32(bytes), site, "load");
+    note_read(p, u32(bytes), m.current, site, "load");
+    memcpy(to, &m.arena[p], size_t(bytes));
 }
 void emu_shared_store(u32 a, const void* from, int bytes, Site site) {
-    u8* p = shared(a, u32(bytes), site, "store");
-    note_write(a, u32(bytes), m.current, site, "store", true, false);
-    memcpy(p, from, size_t(bytes));
+    u32 p = shared(a, u32(bytes), site, "store");
+    note_write(p, u32(bytes), m.current, site, "store", true, false);
+    memcpy(&m.arena[p], from, size_t(bytes));
 }
 
 void emu_copy_async(u32 to, const void* from, int valid, Site site) {
-    u8* p = shared(to, 16, site, "cp.async");
+    u32 p = shared(to, 16, site, "cp.async");
     if (valid) check_global(from, 16, site, "cp.async");
-    note_write(to, 16, m.current, site, "cp.async", true, true);
-    poison(p, 16);
-    self().copies.push_back({to, from, self().copy_group, valid != 0});
+    note_write(p, 16, m.current, site, "cp.async", true, true);
+    poison(&m.arena[p], 16);
+    self().copies.push_back({p, from, self().copy_group, valid != 0});
 }
 void emu_copy_async_commit() { self().copy_group++; }
 void emu_copy_async_wait(int pending, Site) {
@@ -760,8 +842,8 @@ void emu_copy_async_wait(int pending, Site) {
             f.copies[kept++] = c;
             continue;
         }
-        if (c.valid) memcpy(&m.arena[c.to - BASE], c.from, 16);
-        else memset(&m.arena[c.to - BASE], 0, 16);
+        if (c.valid) memcpy(&m.arena[c.to], c.from, 16);
+        else memset(&m.arena[c.to], 0, 16);
         note_landed(c.to, 16, warp, m.warps[warp].clock[warp]);
     }
     f.copies.resize(kept);
@@ -774,9 +856,9 @@ void emu_load_matrices(u32* r, u32 a, int transposed, Site site) {
     warp_operation(transposed ? "ldmatrix.trans" : "ldmatrix", site, [&](Fiber* lanes, int first) {
         u16 rows[32][8];
         for (int l = 0; l < 32; l++) {
-            u8* p = shared(lanes[l].address, 16, site, "ldmatrix");
-            note_read(lanes[l].address, 16, first + l, site, "ldmatrix");
-            memcpy(rows[l], p, 16);
+            u32 p = shared(lanes[l].address, 16, site, "ldmatrix");
+            note_read(p, 16, first + l, site, "ldmatrix");
+            memcpy(rows[l], &m.arena[p], 16);
         }
         for (int l = 0; l < 32; l++)
             for (int i = 0; i < 4; i++) {
@@ -799,9 +881,9 @@ void emu_store_matrices(u32 a, const u32* r, int transposed, Site site) {
                     else rows[8 * i + l / 4][2 * (l % 4) + e] = x;
                 }
         for (int l = 0; l < 32; l++) {
-            u8* p = shared(lanes[l].address, 16, site, "stmatrix");
-            note_write(lanes[l].address, 16, first + l, site, "stmatrix", true, false);
-            memcpy(p, rows[l], 16);
+            u32 p = shared(lanes[l].address, 16, site, "stmatrix");
+            note_write(p, 16, first + l, site, "stmatrix", true, false);
+            memcpy(&m.arena[p], rows[l], 16);
         }
     });
 }
@@ -849,7 +931,8 @@ void emu_sync_warp(Site site) {
 static void arrive(int id, int threads, Site site, bool wait) {
     if (id < 0 || id > 15) fail(site, "barrier %d: there are barriers 0 to 15", id);
     if (threads % 32) fail(site, "barrier %d of %d threads: not a multiple of 32", id, threads);
-    NamedBarrier& b = m.named[id];
+    Cta& c = m.ctas[cta_of(m.current)];
+    NamedBarrier& b = c.named[id];
     int expected = threads ? threads : -1;
     if (b.arrived && b.expected != expected) fail(site, "barrier %d: called for %d threads while others wait for %d", id, expected, b.expected);
     b.expected = expected;
@@ -858,7 +941,7 @@ static void arrive(int id, int threads, Site site, bool wait) {
     join(b.order, m.warps[warp]);
     m.warps[warp].clock[warp]++;
     if (wait) b.waiting.push_back(m.current);
-    if (b.arrived >= (threads ? threads : m.live)) {
+    if (b.arrived >= (threads ? threads : c.live)) {
         release_named(id, b);
         return;
     }
@@ -875,28 +958,29 @@ u16 emu_half(float x, int bfloat16) { return bfloat16 ? to_bfloat16(x) : to_floa
 float emu_float(u16 x, int bfloat16) { return to_float(x, bfloat16); }
 
 void emu_mbarrier_init(u32 bar, u32 count, Site site) {
-    shared(bar, 8, site, "mbarrier");
+    u32 p = shared(bar, 8, site, "mbarrier");
     if (count == 0) fail(site, "an mbarrier needs at least one arrival");
-    MBarrier& b = m.mbarriers[bar];
+    MBarrier& b = m.mbarriers[p];
     b = MBarrier();
     b.count = b.pending = count;
-    for (int i = 0; i < 2; i++) m.shadow[(bar - BASE) / 4 + i].barrier = true;
+    for (int i = 0; i < 2; i++) m.shadow[p / 4 + i].barrier = true;
     // Its initialisation is a write that others must be ordered after: they are checked when they use it.
     Warp& w = warp_of(m.current);
-    m.shadow[(bar - BASE) / 4].writer = short(m.current / 32);
-    m.shadow[(bar - BASE) / 4].clock = w.clock[m.current / 32];
+    m.shadow[p / 4].writer = short(m.current / 32);
+    m.shadow[p / 4].clock = w.clock[m.current / 32];
 }
-static MBarrier& used(u32 bar, Site site) {
-    MBarrier& b = mbarrier(bar, site);
-    Shadow& s = m.shadow[(bar - BASE) / 4];
+static MBarrier& used(u32 place, Site site) {
+    MBarrier& b = mbarrier(place, site);
+    Shadow& s = m.shadow[place / 4];
     int warp = m.current / 32;
-    if (m.races && s.writer != warp && s.clock > m.warps[warp].clock[s.writer]) fail(site, "the mbarrier at shared offset %u is used with no barrier after its initialisation", bar - BASE);
+    if (m.races && s.writer != warp && s.clock > m.warps[warp].clock[s.writer])
+        fail(site, "the mbarrier at shared offset %s is used with no barrier after its initialisation", name_of_place(place).c_str());
     return b;
 }
-void emu_mbarrier_arrive(u32 bar, u32 bytes, Site site) {
-    MBarrier& b = used(bar, site);
+static void arrive_at(u32 place, u32 bytes, Site site) {
+    MBarrier& b = used(place, site);
     if (satisfied(b)) complete(b);
-    if (b.pending == 0) fail(site, "mbarrier at shared offset %u: more than %u arrivals in one phase", bar - BASE, b.count);
+    if (b.pending == 0) fail(site, "mbarrier at shared offset %s: more than %u arrivals in one phase", name_of_place(place).c_str(), b.count);
     b.pending--;
     b.expected += bytes;
     int warp = m.current / 32;
@@ -904,47 +988,87 @@ void emu_mbarrier_arrive(u32 bar, u32 bytes, Site site) {
     m.warps[warp].clock[warp]++;
     settle(b);
 }
+void emu_mbarrier_arrive(u32 bar, u32 bytes, Site site) { arrive_at(shared(bar, 8, site, "mbarrier"), bytes, site); }
+void emu_mbarrier_arrive_in(u32 bar, u32 cta, Site site) {
+    u32 window = reach(int(cta), site, "an arrival in");
+    arrive_at(shared(bar, 8, site, "mbarrier", window), 0, site);
+}
 void emu_mbarrier_wait(u32 bar, u32 parity, Site site) {
-    MBarrier& b = used(bar, site);
+    MBarrier& b = used(shared(bar, 8, site, "mbarrier"), site);
     if (parity > 1) fail(site, "mbarrier parity %u", parity);
     if ((b.phase & 1) == parity) {
         if (satisfied(b)) {
             complete(b);
         } else {
             b.waiting.push_back(m.current);
-            block("mbarrier (offset, parity)", site, bar - BASE, parity);
+            block("mbarrier (offset, parity)", site, offset_of(bar), parity);
         }
     }
     join(warp_of(m.current), b.completed);
 }
-void emu_tensor_load(u32 to, const void* map, u32 bar, int column, int row, int head, int batch, Site site) {
+void emu_cluster_arrive(Site site) {
+    Fiber& f = self();
+    ClusterBarrier& b = m.cluster;
+    if (f.in_cluster) fail(site, "cluster_arrive twice with no cluster_wait in between");
+    f.in_cluster = true;
+    f.cluster_phase = b.phase;
+    b.arrived++;
+    int warp = m.current / 32;
+    join(b.arriving, m.warps[warp]);
+    m.warps[warp].clock[warp]++;
+    settle_cluster();
+}
+void emu_cluster_wait(Site site) {
+    Fiber& f = self();
+    ClusterBarrier& b = m.cluster;
+    if (!f.in_cluster) fail(site, "cluster_wait with no cluster_arrive before");
+    if (f.cluster_phase == b.phase) {
+        b.waiting.push_back(m.current);
+        block("cluster barrier", site);
+    }
+    f.in_cluster = false;
+    join(warp_of(m.current), b.completed);
+}
+// The box comes to `count` CTAs from `first` on.
+static void tensor_load(u32 to, const void* map, u32 bar, int column, int row, int head, int batch, int first, int count, const char* what, Site site) {
     EmuMap e;
     memcpy(&e, map, sizeof e);
     if (e.magic != MAP_MAGIC) fail(site, "not a tensor map: this array has none, or the parameter is wrong");
-    used(bar, site);
     u32 bytes = u32(e.box[0] * e.box[1] * e.element);
     if (e.box[0] * e.element != 128) fail(site, "a box of %llu bytes in a row: the 128-byte swizzle needs 128", (unsigned long long)(e.box[0] * e.element));
-    if (to % 1024) fail(site, "a swizzled tensor load to shared offset %u: not a multiple of 1024", to - BASE);
+    if (to % 1024) fail(site, "a swizzled tensor load to shared offset %u: not a multiple of 1024", offset_of(to));
     if (e.base && head >= 0 && batch >= 0 && u64(head) < e.dim[2] && u64(batch) < e.dim[3] && e.dim[0] && e.dim[1]) {
         const char* corner = (const char*)e.base + u64(head) * e.stride[1] + u64(batch) * e.stride[2];
         if (e.stride[0] || e.dim[1] == 1) check_global(corner, 16, site, "tensor load");
         const Region* r = region_of(corner);
         if (corner + (e.dim[1] - 1) * e.stride[0] + e.dim[0] * e.element > r->begin + r->bytes) fail(site, "the tensor map reaches past the end of %s", r->name.c_str());
     }
-    Transaction t = {};
-    t.to = to, t.bytes = bytes, t.map = map, t.site = site;
-    t.coordinates[0] = column, t.coordinates[1] = row, t.coordinates[2] = head, t.coordinates[3] = batch;
-    start(bar, t, false);
+    for (int cta = first; cta < first + count; cta++) {
+        u32 window = reach(cta, site, what), place = shared(bar, 8, site, "mbarrier", window);
+        used(place, site);
+        Transaction t = {};
+        t.to = shared(to, 16, site, "bulk copy", window), t.bytes = bytes, t.map = map, t.site = site;
+        t.coordinates[0] = column, t.coordinates[1] = row, t.coordinates[2] = head, t.coordinates[3] = batch;
+        start(place, t, false);
+    }
+}
+void emu_tensor_load(u32 to, const void* map, u32 bar, int column, int row, int head, int batch, Site site) {
+    tensor_load(to, map, bar, column, row, head, batch, cta_of(m.current), 1, "a tensor load to", site);
+}
+void emu_tensor_load_multicast(u32 to, const void* map, u32 bar, int column, int row, int head, int batch, int ctas, Site site) {
+    if (ctas < 1 || ctas > int(m.ctas.size())) fail(site, "a multicast to %d CTAs: the cluster has %zu", ctas, m.ctas.size());
+    tensor_load(to, map, bar, column, row, head, batch, 0, ctas, "a multicast to", site);
 }
 void emu_bulk_load(u32 to, const void* from, u32 bytes, u32 bar, Site site) {
-    used(bar, site);
+    u32 place = shared(bar, 8, site, "mbarrier");
+    used(place, site);
     if (bytes % 16 || bytes == 0) fail(site, "a bulk copy of %u bytes: not a positive multiple of 16", bytes);
     if ((u64)from % 16) fail(site, "a bulk copy from %p: not 16-byte aligned", from);
     const Region* r = region_of(from);
     if (!r || (const char*)from + bytes > r->begin + r->bytes) fail(site, "a bulk copy of %u bytes leaves %s", bytes, r ? r->name.c_str() : "every array");
     Transaction t = {};
-    t.to = to, t.bytes = bytes, t.from = from, t.site = site;
-    start(bar, t, false);
+    t.to = shared(to, 16, site, "bulk copy"), t.bytes = bytes, t.from = from, t.site = site;
+    start(place, t, false);
 }
 void emu_proxy_fence() {
     Warp& w = warp_of(m.current);
@@ -957,13 +1081,14 @@ void emu_registers(int count, Site site) {
     if (count < 24 || count > 256 || count % 8) fail(site, "setmaxnreg of %d: 24 to 256 in steps of 8", count);
 }
 void emu_bulk_reduce(float* to, u32 from, u32 bytes, Site site) {
-    u8* p = shared(from, 16, site, "bulk reduction");
-    if (bytes % 16 || from - BASE + bytes > m.arena.size()) fail(site, "a bulk reduction of %u bytes from shared offset %u", bytes, from - BASE);
+    u32 p = shared(from, 16, site, "bulk reduction");
+    if (bytes % 16 || offset_of(from) + bytes > m.shared_bytes) fail(site, "a bulk reduction of %u bytes from shared offset %u", bytes, from - BASE);
     check_global(to, 16, site, "bulk reduction");
     check_global((char*)to + bytes - 16, 16, site, "bulk reduction");
-    note_read(from, bytes, m.current, site, "bulk reduction", true);
+    note_read(p, bytes, m.current, site, "bulk reduction", true);
     Fiber& f = self();
-    f.reductions.push_back({to, from, bytes, f.bulk_group, false, std::vector<float>((float*)p, (float*)(p + bytes)), site});
+    const float* values = (const float*)&m.arena[p];
+    f.reductions.push_back({to, p, bytes, f.bulk_group, false, std::vector<float>(values, values + bytes / 4), site});
 }
 void emu_bulk_commit() { self().bulk_group++; }
 void emu_bulk_wait(int pending, int only_read, Site) { finish_reductions(self(), self().bulk_group - pending, only_read); }
@@ -978,7 +1103,7 @@ void emu_wgmma(float* d, int n, const u32* a, u64 desc_a, u64 desc_b, int ta, in
     p.d = d, p.n = n, p.a = a, p.desc_a = desc_a, p.desc_b = desc_b, p.ta = ta, p.tb = tb, p.accumulate = accumulate, p.bfloat16 = bfloat16, p.group = f.product_group, p.site = site;
     if (a) memcpy(p.fragment, a, 16);
     if (m.current == first) {
-        if (!a) operand(desc_a, ta, (first / 32 % 4) * 16, 16, p.left, p.words, site);
+        if (!a) operand(desc_a, ta, warp_in_group(first) * 16, 16, p.left, p.words, site);
         operand(desc_b, tb, 0, n, p.right, p.words, site);
         for (u32 w : p.words) note_read(w, 16, m.current, site, "wgmma", true);
     }
@@ -1037,13 +1162,15 @@ int emu_free(void* p) {
 }
 const char* emu_message() { return m.message.c_str(); }
 
-// Runs one grid; 0, or 1 with a message.
-int emu_run(void (*entry)(void**), void** arguments, u32 gx, u32 gy, u32 gz, int threads, u32 shared_bytes, u32 seed, int races) {
+// Runs one grid of clusters of `ctas` CTAs; 0, or 1 with a message.
+int emu_run(void (*entry)(void**), void** arguments, u32 gx, u32 gy, u32 gz, int ctas, int threads, u32 shared_bytes, u32 seed, int races) {
     const size_t page = size_t(sysconf(_SC_PAGESIZE));
     m.failed = false;
     m.message.clear();
     m.entry = entry, m.arguments = arguments;
     m.threads = threads;
+    m.shared_bytes = shared_bytes;
+    m.stride = shared_bytes / 1024 * 1024 + 1024;
     m.random = seed != 0;
     m.races = races != 0;
     m.generator.seed(seed);
@@ -1051,7 +1178,16 @@ int emu_run(void (*entry)(void**), void** arguments, u32 gx, u32 gy, u32 gz, int
         m.message = "the number of threads is not a multiple of 32 up to 1024";
         return 1;
     }
-    while (int(m.stacks.size()) < threads) {
+    const int all = threads * ctas;
+    if (ctas < 1 || ctas > MAX_WARPS || all > 32 * MAX_WARPS) {
+        m.message = "a cluster of " + std::to_string(ctas) + " CTAs of " + std::to_string(threads / 32) + " warps: there may be " + std::to_string(MAX_WARPS) + " warps in all";
+        return 1;
+    }
+    if (gx % u32(ctas)) {
+        m.message = "a grid of " + std::to_string(gx) + " blocks is not a multiple of the cluster of " + std::to_string(ctas);
+        return 1;
+    }
+    while (int(m.stacks.size()) < all) {
         char* s = (char*)mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         mprotect(s, page, PROT_NONE);
         m.stacks.push_back(s);
@@ -1071,20 +1207,25 @@ int emu_run(void (*entry)(void**), void** arguments, u32 gx, u32 gy, u32 gz, int
     if (sigsetjmp(m.escape, 1) == 0) {
         for (u32 z = 0; z < gz; z++)
             for (u32 y = 0; y < gy; y++)
-                for (u32 x = 0; x < gx; x++) {
+                for (u32 x = 0; x < gx; x += u32(ctas)) {
+                    m.first_block = x;
                     emu_block_index = {x, y, z};
-                    m.fibers.assign(size_t(threads), Fiber());
-                    m.warps.assign(size_t(threads / 32), Warp());
-                    m.named.clear();
+                    m.fibers.assign(size_t(all), Fiber());
+                    m.warps.assign(size_t(all / 32), Warp());
+                    m.ctas.assign(size_t(ctas), Cta());
+                    m.cluster = ClusterBarrier();
                     m.mbarriers.clear();
-                    m.arena.resize(shared_bytes);
-                    for (u32 i = 0; i + 4 <= shared_bytes; i += 4) memcpy(&m.arena[i], &POISON, 4);
-                    m.shadow.assign(shared_bytes / 4 + 1, Shadow());
-                    if (m.races) m.reads.assign(size_t(shared_bytes / 4 + 1) * MAX_WARPS, 0);
+                    m.arena.resize(size_t(ctas) * m.stride);
+                    m.shadow.assign(m.arena.size() / 4, Shadow());
+                    if (m.races) m.reads.assign(m.arena.size() / 4 * MAX_WARPS, 0);
                     m.ready.clear();
                     m.head = 0;
-                    m.live = threads;
-                    for (int t = 0; t < threads; t++) {
+                    m.live = all;
+                    for (int c = 0; c < ctas; c++) {
+                        m.ctas[c].live = threads;
+                        for (u32 i = 0; i + 4 <= shared_bytes; i += 4) memcpy(&m.arena[u32(c) * m.stride + i], &POISON, 4);
+                    }
+                    for (int t = 0; t < all; t++) {
                         m.fibers[t].stack = m.stacks[t];
                         m.fibers[t].context.start(m.stacks[t], STACK, fiber_main);
                         m.warps[t / 32].live++;

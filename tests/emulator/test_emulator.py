@@ -19,7 +19,16 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 def probe(tmp_path: Path) -> Any:
     """Runs the body of a kernel with fields of Attention; views q, k, v and out_q, statistics as float* x."""
 
-    def run(body: str, threads: int = 128, shared: int = 65536, maps: Any = None, **fields: Any) -> None:
+    def run(
+        body: str,
+        threads: int = 128,
+        shared: int = 65536,
+        maps: Any = None,
+        grid: int = 1,
+        cluster: int | None = None,
+        seed: int = 0,
+        **fields: Any,
+    ) -> None:
         parameters = "const Attention a" + (", const Maps maps" if maps else "")
         names = ", ".join(f"m{i}" for i in range(len(maps or ())))
         file = tmp_path / "probe.cu"
@@ -37,8 +46,8 @@ def probe(tmp_path: Path) -> Any:
                 {body}
             }}"""
         )
-        macros = {"BFLOAT16": fields.pop("bfloat16", 1)}
-        emulator.run(str(file), macros, fields, 1, threads, shared, maps, arch=900)
+        macros = {"BFLOAT16": fields.pop("bfloat16", 1)} | ({"CLUSTER": cluster} if cluster else {})
+        emulator.run(str(file), macros, fields, grid, threads, shared, maps, arch=900, seed=seed)
 
     return run
 
@@ -210,6 +219,106 @@ def test_bulk_copies(probe: Any) -> None:
     assert np.array_equal(out, source)
 
 
+_CLUSTER = """
+    u32 bar = s + 8192, empty = bar + 8;
+    int rank = blockIdx.x % CLUSTER;
+    if (t == 0) barrier_init(bar, 1), barrier_init(empty, CLUSTER), barrier_init_fence();
+    cluster_arrive();
+    cluster_wait();
+"""
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_multicast_and_remote_arrivals(probe: Any, seed: int) -> None:
+    """Each CTA of a pair loads half of every tile for both, when both have read the tile before."""
+    tiles, out = _integers(1, 3, 64, 64), np.full((4, 3, 64, 64), np.nan, np.float32)
+    body = (
+        _CLUSTER
+        + """
+        for (int head = 0; head < 3; head++) {
+            if (t == 0) {
+                barrier_wait(empty, (head & 1) ^ 1);
+                barrier_expect(bar, 8192);
+                load_tensor_multicast(s + 4096 * rank, maps.m0, bar, 0, 32 * rank, head, 0, 2);
+            }
+            barrier_wait(bar, head & 1);
+            float* y = x + (blockIdx.x * 3 + head) * 4096;
+            for (int i = t; i < 2048; i += 128) {
+                float2 z = unpack(__float_as_uint(load_shared(s + at(i / 32, i % 32 / 4) + i % 4 * 4)));
+                y[2 * i] = z.x, y[2 * i + 1] = z.y;
+            }
+            sync_threads();
+            if (t < 2) barrier_arrive_in(empty, t);
+        }
+        cluster_arrive();
+        cluster_wait();
+    """
+    )
+    probe(body, maps=[emulator.TensorMap(tiles, 32)], grid=4, cluster=2, seed=seed, accumulator=out)
+    assert np.array_equal(out, np.broadcast_to(tiles[0].astype(np.float32), out.shape))
+
+
+def test_a_multicast_to_some_reaches_no_other(probe: Any) -> None:
+    tile, out = _integers(1, 1, 32, 64), np.zeros((3, 128), np.float32)
+    body = (
+        _CLUSTER
+        + """
+        if (t == 0 && rank < 2) barrier_expect(bar, 4096);
+        if (t == 0 && rank == 2) load_tensor_multicast(s, maps.m0, bar, 0, 0, 0, 0, 2);
+        if (rank < 2) barrier_wait(bar, 0);
+        x[blockIdx.x * 128 + t] = unpack(__float_as_uint(load_shared(s + 4 * (t % 4)))).x;
+    """
+    )
+    probe(body, maps=[emulator.TensorMap(tile, 32)], grid=3, cluster=3, accumulator=out)
+    assert np.array_equal(out[:2], np.broadcast_to(np.tile(tile[0, 0, 0, :8:2], 32).astype(np.float32), (2, 128)))
+    assert np.isnan(out[2]).all()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_cluster_barrier_orders(probe: Any, seed: int) -> None:
+    """Also where a warp ends early; barriers of a CTA stay its own."""
+    x = np.zeros((4, 96), np.float32)
+    body = """
+        if (w == 3) return;
+        sync_named(1, 96);
+        store_shared(s + 4 * t, float(1000 * blockIdx.x + t));
+        x[blockIdx.x * 96 + t] = blockIdx.x + 1;
+        cluster_arrive();
+        cluster_wait();
+        float sum = load_shared(s + 4 * ((t + 32) % 96)) + 10000 * x[(blockIdx.x ^ 1) * 96 + t];
+        cluster_arrive();
+        sync_threads();
+        cluster_wait();
+        x[blockIdx.x * 96 + t] = sum;
+    """
+    probe(body, grid=4, cluster=2, seed=seed, accumulator=x)
+    block, t = np.indices(x.shape)
+    assert np.array_equal(x, 1000 * block + (t + 32) % 96 + 10000 * ((block ^ 1) + 1))
+
+
+def test_each_cta_of_a_cluster_multiplies_its_own(probe: Any) -> None:
+    """Descriptors are relative to the CTA, and so is a warp's place in its warpgroup."""
+    A, B, out = _integers(1, 2, 64, 64), _integers(1, 1, 64, 64), np.full((2, 64, 64), np.nan, np.float32)
+    body = (
+        "if (w == 4) return;"
+        + _STAGE.replace("PANELS", "1").replace("a.q.data", "a.q.data + 4096 * blockIdx.x")
+        + """
+        float d[32];
+        wgmma_fence();
+        for (int k = 0; k < 4; k++)
+            wgmma<64, 0, 0>(d, descriptor(s + k * 32, 16, 1024), descriptor(s + 8192 + k * 32, 16, 1024), k > 0);
+        wgmma_commit();
+        wgmma_wait<0>();
+        settle(d);
+        x += 4096 * blockIdx.x;
+        for (int i = 0; i < 32; i++)
+            x[(w * 16 + l / 4 + (i / 2 & 1) * 8) * 64 + i / 4 * 8 + l % 4 * 2 + i % 2] = d[i];
+    """
+    )
+    probe(body, threads=160, grid=2, cluster=2, q=A, k=B, accumulator=out)
+    assert np.array_equal(out, A[0].astype(np.float32) @ B[0, 0].astype(np.float32).T)
+
+
 # ---- it reports what the hardware lets pass --------------------------------------------------------------------------
 _BARRIER = "u32 bar = s + 8192; if (t == 0) { barrier_init(bar, 1); barrier_init_fence(); } sync_threads();"
 _TILES = "for (int i = t; i < 8192; i += 128) store_shared(s + 4 * i, 0.0f);"
@@ -267,6 +376,105 @@ def test_faults_are_reported(probe: Any, fault: str) -> None:
     body, message = _FAULTS[fault]
     with pytest.raises(emulator.EmulatorError, match=message):
         probe(body, accumulator=np.zeros(256, np.float32))
+
+
+def test_addresses_carry_the_number_of_the_cta(probe: Any) -> None:
+    """As on the machine, where a descriptor made of one without care points elsewhere."""
+    x = np.full(4, np.nan, np.float32)
+    probe("if (t == 0) x[blockIdx.x] = float(s >> 24);", grid=4, cluster=2, accumulator=x)
+    assert x.tolist() == [0, 1, 0, 1]
+
+
+_MULTICAST = "load_tensor_multicast(s, maps.m0, bar, 0, 0, 0, 0, 2);"
+_NO_CLUSTER_BARRIER = _CLUSTER.replace("cluster_arrive();", "sync_threads();").replace("cluster_wait();", "")
+_END = "cluster_arrive(); cluster_wait();"
+_CLUSTER_FAULTS = {
+    "multicast over words in use": (
+        _CLUSTER + "store_shared(s + 4 * t, 1.0f); cluster_arrive(); cluster_wait();"
+        "if (rank == 0) x[t] = load_shared(s + 4 * t); else if (t == 0) " + _MULTICAST + _END,
+        "race: bulk copy of shared offset 0 of CTA 0 by warp 0 of CTA 1, read by warp 0 of CTA 0",
+    ),
+    "multicast over words written": (
+        _CLUSTER + "if (rank == 0) store_shared(s + 4 * t, 1.0f); else if (t == 0) " + _MULTICAST + _END,
+        "race: bulk copy .* last written by warp 0 of CTA 0",
+    ),
+    "read before the wait": (
+        _CLUSTER
+        + "if (t == 0) barrier_expect(bar, 4096); if (t == 0 && rank == 0) "
+        + _MULTICAST
+        + _END
+        + "if (rank == 1) x[t] = load_shared(s + 4 * t);",
+        "issued by warp 0 of CTA 0, has not been waited for",
+    ),
+    "arrival with no cluster barrier after init": (
+        _NO_CLUSTER_BARRIER + "if (t == 0 && rank == 1) barrier_arrive_in(empty, 0);" + _END,
+        "offset 8200 of CTA 0 is used with no barrier after its initialisation",
+    ),
+    "multicast with no cluster barrier after init": (
+        _NO_CLUSTER_BARRIER + "if (t == 0 && rank == 1) " + _MULTICAST + _END,
+        "offset 8192 of CTA 0 is used with no barrier after its initialisation",
+    ),
+    "arrival before init": ("if (t == 0 && blockIdx.x == 0) barrier_arrive_in(s, 1);", "no mbarrier .* 0 of CTA 1"),
+    "arrival in a CTA that has ended": (
+        _CLUSTER + "if (rank == 1 && t == 0) barrier_arrive_in(empty, 0);",
+        "arrival in CTA 0, which has ended",
+    ),
+    "arrival that the end overtakes": (
+        _CLUSTER + "if (rank == 0 && t == 0) barrier_arrive_in(empty, 1);",
+        "nothing orders this, by warp 0 of CTA 0, before the end of CTA 1",
+    ),
+    "multicast to a CTA that has ended": (
+        _CLUSTER + "if (rank == 1 && t == 0) " + _MULTICAST,
+        "multicast to CTA 0, which has ended",
+    ),
+    "nobody waits": (
+        _CLUSTER
+        + "if (t == 0) barrier_expect(bar, 4096); if (t == 0 && rank == 0) "
+        + _MULTICAST
+        + _END
+        + "if (rank == 0) barrier_wait(bar, 0);",
+        "in flight",
+    ),
+    "an address of another CTA": (
+        "if (t == 0) x[blockIdx.x] = load_shared(s ^ 1 << 24);",
+        "load at shared address 0x1000400: not one of this CTA's",
+    ),
+    "no such CTA": (_CLUSTER + "barrier_arrive_in(empty, 2);", "CTA 2: the cluster has 2"),
+    "too many CTAs": (_CLUSTER + _MULTICAST.replace("2)", "3)"), "multicast to 3 CTAs: the cluster has 2"),
+    "arrived too often": (
+        _CLUSTER
+        + "if (t == 0) barrier_expect(bar, 16);"
+        + _END
+        + "if (t == 0 && rank == 0) barrier_arrive_in(bar, 1);",
+        "8192 of CTA 1: more than 1 arrivals",
+    ),
+    "cluster_arrive twice": ("cluster_arrive(); cluster_arrive();", "twice"),
+    "cluster_wait alone": ("cluster_wait();", "no cluster_arrive"),
+    "one CTA does not arrive": (
+        _CLUSTER + "if (rank == 1) barrier_wait(bar, 0);" + _END,
+        r"(?s)deadlock in block \(0, 0, 0\) to \(1, 0, 0\).*threads 0-127 of CTA 0: cluster barrier .*"
+        r"threads 0-127 of CTA 1: mbarrier .*cluster barrier: 128 of 256 threads.*mbarrier 8192 of CTA 1: phase 0",
+    ),
+    "barriers are a CTA's own": (
+        "if (w == int(blockIdx.x)) sync_named(1, 64);",
+        "barrier 1 of CTA 1: 32 of 64 threads",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", _CLUSTER_FAULTS)
+def test_faults_of_clusters_are_reported(probe: Any, fault: str) -> None:
+    body, message = _CLUSTER_FAULTS[fault]
+    maps = [emulator.TensorMap(_integers(1, 1, 32, 64), 32)]
+    with pytest.raises(emulator.EmulatorError, match=message):
+        probe(body, maps=maps, grid=2, cluster=2, accumulator=np.zeros(256, np.float32))
+
+
+def test_launches_of_clusters_are_checked(probe: Any) -> None:
+    with pytest.raises(emulator.EmulatorError, match="grid of 3 blocks is not a multiple of the cluster of 2"):
+        probe("", grid=3, cluster=2)
+    with pytest.raises(emulator.EmulatorError, match="2 CTAs of 17 warps: there may be 32 warps"):
+        probe("", grid=2, cluster=2, threads=544)
 
 
 def test_accumulators_are_nan_in_flight(probe: Any) -> None:
