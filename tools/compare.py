@@ -137,7 +137,7 @@ def revision(name: str) -> Iterator[Path]:
     if packed.returncode:
         raise SystemExit(f"{name}: {packed.stderr.decode().strip()}")
     with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=BytesIO(packed.stdout)) as files:
-        files.extractall(folder, filter="data")
+        files.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # from 3.11.4 on
         yield Path(folder)
 
 

@@ -1082,7 +1082,7 @@ void emu_registers(int count, Site site) {
 }
 void emu_bulk_reduce(float* to, u32 from, u32 bytes, Site site) {
     u32 p = shared(from, 16, site, "bulk reduction");
-    if (bytes % 16 || offset_of(from) + bytes > m.shared_bytes) fail(site, "a bulk reduction of %u bytes from shared offset %u", bytes, from - BASE);
+    if (bytes % 16 || offset_of(from) + bytes > m.shared_bytes) fail(site, "a bulk reduction of %u bytes from shared offset %u", bytes, offset_of(from));
     check_global(to, 16, site, "bulk reduction");
     check_global((char*)to + bytes - 16, 16, site, "bulk reduction");
     note_read(p, bytes, m.current, site, "bulk reduction", true);
