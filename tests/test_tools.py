@@ -70,7 +70,12 @@ def test_what_is_to_be_compared_must_be_named() -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "sizes", "threads"),
-    [("bob_rows", [128, 80, 3], 384), ("bob_rows", [192, 64, 2], 512), ("bob_columns", [48, 64, 2], 256)],
+    [
+        ("bob_rows", [128, 80, 3], 384),
+        ("bob_rows", [192, 64, 2], 512),
+        ("bob_rows", [128, 64, 2, 2], 384),
+        ("bob_columns", [48, 64, 2], 256),
+    ],
 )
 def test_the_tile_of_a_side_is_planned(
     monkeypatch: pytest.MonkeyPatch, kernel: str, sizes: list[int], threads: int
@@ -85,8 +90,19 @@ def test_the_tile_of_a_side_is_planned(
         made = planning.plan(p, device, "sm90", everything(p))
     assert table[kernel] is before
     one = next(s for s in made.specialisations() if s.kernel == kernel)
-    assert [dict(one.macros)[name] for name in ("QUERIES", "KEYS", "STAGES")] == sizes
+    macros = dict(one.macros)
+    assert [macros[name] for name in ("QUERIES", "KEYS", "STAGES")] == sizes[:3]
+    assert macros.get("CLUSTER", 1) == (sizes[3] if len(sizes) > 3 else 1)
     assert one.threads == threads
+
+
+def test_a_kernel_that_has_no_clusters_is_not_given_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "device_info", lambda _: planning.typical_device("sm_90a"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    with pytest.raises(
+        SystemExit, match=r"sm90/bob_columns.cu: expected a tile without clusters; got \[48, 128, 2, 2\]"
+    ):
+        _tool("compare").tile_planned("bob_columns", 64, [48, 128, 2, 2])
 
 
 # ---- tiles.py ------------------------------------------------------------------------------------------------------

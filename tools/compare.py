@@ -66,11 +66,15 @@ def tile_planned(kernel: str, D: int, sizes: list[int]) -> AbstractContextManage
     from flashbob_cupy import kernels, plan
 
     family = "sm90" if kernels.device_info(0).arch == "sm_90a" else "sm80"
-    queries, keys, stages, *cluster = sizes
+    queries, keys, stages, cluster = (*sizes, 1)[:4]
     entry = plan.TABLES[family][kernel]
+    if cluster > 1 and not (family == "sm90" and entry.by_rows):
+        raise SystemExit(
+            f"{family}/{kernel}.cu: expected a tile without clusters; got {sizes}. Leave out the last number"
+        )
     first = entry.tiles[min(width for width in entry.tiles if width >= D)][0]
     chosen = tiles.resized(first, family, entry, queries, keys, stages)
-    return tiles.planned(family, kernel, dataclasses.replace(chosen, CLUSTER=cluster[0] if cluster else 1))
+    return tiles.planned(family, kernel, dataclasses.replace(chosen, CLUSTER=cluster))
 
 
 def milliseconds(call: Callable[[], object], place: Any, seconds: float) -> list[float]:

@@ -6,9 +6,9 @@
     python tools/tiles.py --list [--arch sm_90a]           the candidates and how they compile; no GPU
 
 The tables of flashbob_cupy/plan.py are chosen from these measurements by hand. A candidate differs from the planned
-tile in at most two of the rows of a CTA, the rows that stream past and the stages, fits the shared memory and compiles
-without spills or warnings. What is timed is the whole operation, because a tile of one kernel can cost another one; the
-candidates take turns, so that clocks that drift do so for all of them.
+tile in at most two of the rows of a CTA, the rows that stream past and the stages, or in whether CTAs form clusters,
+fits the shared memory and compiles without spills or warnings. What is timed is the whole operation, because a tile of
+one kernel can cost another one; the candidates take turns, so that clocks that drift do so for all of them.
 """
 
 from __future__ import annotations
@@ -64,10 +64,7 @@ class Size:
 
 
 def candidates(p: Problem, family: str, kernel: str, device: plan.Device) -> list[plan.Tile]:
-    """The planned tile first, then those that differ from it in one number, and in the stages besides.
-
-    Those of a row kernel of Hopper's also alone and in pairs.
-    """
+    """The planned tile first, then those that differ from it in one number, and in the stages besides."""
     entry = plan.TABLES[family][kernel]
     fused = int(not TIMED[kernel][1])
     first = entry.choose(p, device, p.D, p.D, fused, kernel)

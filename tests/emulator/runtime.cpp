@@ -375,7 +375,7 @@ void block(const char* what, Site site, u32 detail = 0, u32 detail2 = 0) {
     if (t < 0) deadlock();
     if (t != me) resume(t, f.context);
 }
-void release_named(int id, NamedBarrier& b);
+void release_named(NamedBarrier& b);
 
 void finish_reductions(Fiber& f, int limit, bool only_read);
 
@@ -418,7 +418,7 @@ void fiber_main() {
     c.live--;
     // __syncthreads waits for the threads that have not ended.
     auto b = c.named.find(0);
-    if (b != c.named.end() && b->second.expected < 0 && b->second.arrived > 0 && b->second.arrived >= c.live) release_named(0, b->second);
+    if (b != c.named.end() && b->second.expected < 0 && b->second.arrived > 0 && b->second.arrived >= c.live) release_named(b->second);
     if (f.in_cluster && f.cluster_phase == m.cluster.phase) m.cluster.arrived--;
     settle_cluster();
     if (c.live == 0) end_cta(cta_of(m.current));
@@ -658,8 +658,7 @@ u32 reach(int cta, Site site, const char* what) {
 void settle(MBarrier& b) { // a phase ends only when somebody is there to see it
     if (satisfied(b) && !b.waiting.empty()) complete(b);
 }
-void start(u32 place, Transaction t, bool generic_source) {
-    (void)generic_source;
+void start(u32 place, Transaction t) {
     MBarrier& b = mbarrier(place, t.site);
     if (satisfied(b) && b.expected) complete(b);
     Warp& w = warp_of(m.current);
@@ -790,8 +789,7 @@ void finish_reductions(Fiber& f, int limit, bool only_read) {
     f.reductions.resize(kept);
 }
 
-void release_named(int id, NamedBarrier& b) {
-    (void)id;
+void release_named(NamedBarrier& b) {
     b.arrived = 0;
     b.expected = 0;
     std::vector<int> waiting;
@@ -942,7 +940,7 @@ static void arrive(int id, int threads, Site site, bool wait) {
     m.warps[warp].clock[warp]++;
     if (wait) b.waiting.push_back(m.current);
     if (b.arrived >= (threads ? threads : c.live)) {
-        release_named(id, b);
+        release_named(b);
         return;
     }
     if (wait) block("barrier", site, u32(id), u32(threads));
@@ -1049,7 +1047,7 @@ static void tensor_load(u32 to, const void* map, u32 bar, int column, int row, i
         Transaction t = {};
         t.to = shared(to, 16, site, "bulk copy", window), t.bytes = bytes, t.map = map, t.site = site;
         t.coordinates[0] = column, t.coordinates[1] = row, t.coordinates[2] = head, t.coordinates[3] = batch;
-        start(place, t, false);
+        start(place, t);
     }
 }
 void emu_tensor_load(u32 to, const void* map, u32 bar, int column, int row, int head, int batch, Site site) {
@@ -1068,7 +1066,7 @@ void emu_bulk_load(u32 to, const void* from, u32 bytes, u32 bar, Site site) {
     if (!r || (const char*)from + bytes > r->begin + r->bytes) fail(site, "a bulk copy of %u bytes leaves %s", bytes, r ? r->name.c_str() : "every array");
     Transaction t = {};
     t.to = shared(to, 16, site, "bulk copy"), t.bytes = bytes, t.from = from, t.site = site;
-    start(place, t, false);
+    start(place, t);
 }
 void emu_proxy_fence() {
     Warp& w = warp_of(m.current);
